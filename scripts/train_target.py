@@ -1,0 +1,361 @@
+"""Train a small block-diffusion target (SDAR, or full attention as LLaDA) and write it as a Hugging Face folder.
+
+Method: masked diffusion with two streams. The noisy copy of a block attends to the clean copies of the blocks before it
+and to itself (block diffusion, Arriola et al. 2025; SDAR). Per block a masking rate t ~ U(.03, 1), stratified over the
+batch; cross-entropy on masked positions divided by t. Only the answer is ever masked. Sequences are padded with the
+end-of-text token to the next block edge and one block more, so that the model learns to fill a block after its end.
+
+Batches depend on (seed, step) alone, so a run that was interrupted goes on exactly as if it had not been.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import demo_data
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from spot_deploy.export.decoder import MASKED, Decoder, DecoderSpec, masked_attend
+from spot_deploy.export.families import llada_tensor_names, qwen3_tensor_names
+
+END_OF_TEXT, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>"
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def train_tokenizer(texts: list[str], vocab: int) -> Tokenizer:
+    """Byte-level BPE with single digits, whose special tokens take the last ids."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [END_OF_TEXT, TURN_START, TURN_END, MASK]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab - len(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokenised examples, padded to whole blocks: `ids[i]` with the answer from `start[i]` to `stop[i]`."""
+
+    ids: list[np.ndarray]
+    start: np.ndarray
+    stop: np.ndarray
+    buckets: list[np.ndarray]  # indices of examples with equal (blocks, first answer block)
+
+
+def tokenise(items: list[dict[str, str]], tokenizer: Tokenizer, width: int, limit: int) -> Corpus:
+    """Chat-format the examples; drop those over `limit` tokens."""
+    prompts = tokenizer.encode_batch(
+        [
+            f"{TURN_START}user\n{i['prompt']}{TURN_END}\n{TURN_START}assistant\n"
+            for i in items
+        ]
+    )
+    answers = tokenizer.encode_batch([i["answer"] + TURN_END for i in items])
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    ids, start, stop = [], [], []
+    groups: dict[tuple[int, int], list[int]] = {}
+    for prompt, answer in zip(prompts, answers, strict=True):
+        length = len(prompt.ids) + len(answer.ids)
+        blocks = math.ceil(length / width) + 1
+        if length > limit:
+            continue
+        row = np.full(blocks * width, end, np.int64)
+        row[: len(prompt.ids)] = prompt.ids
+        row[len(prompt.ids) : length] = answer.ids
+        groups.setdefault((blocks, len(prompt.ids) // width), []).append(len(ids))
+        ids.append(row)
+        start.append(len(prompt.ids))
+        stop.append(len(row))
+    return Corpus(ids, np.array(start), np.array(stop), [np.array(g) for g in groups.values()])
+
+
+@dataclass(frozen=True)
+class Batch:
+    clean: torch.Tensor  # [B, N]
+    noisy: torch.Tensor  # [B, M]: the last M positions, some masked
+    target: torch.Tensor  # [masked]
+    weight: torch.Tensor  # [masked], 1 / t
+    rows: torch.Tensor  # [masked], flat indices into [B, M]
+
+
+def make_batch(corpus: Corpus, rng: np.random.Generator, tokens: int, width: int, mask_id: int) -> Batch:
+    """A batch of about `tokens` clean tokens from one bucket; the noisy stream starts at the first answer block."""
+    sizes = np.array([len(g) * len(corpus.ids[g[0]]) for g in corpus.buckets], float)
+    group = corpus.buckets[rng.choice(len(sizes), p=sizes / sizes.sum())]
+    length = len(corpus.ids[group[0]])
+    picked = rng.choice(group, max(1, tokens // length))
+    clean = np.stack([corpus.ids[i] for i in picked])
+    first = corpus.start[picked[0]] // width * width
+    noisy = clean[:, first:].copy()
+    blocks = noisy.shape[1] // width
+    position = np.arange(first, length)
+    count = len(picked) * blocks
+    rate = (rng.permutation(count) + rng.random(count)) / count * 0.97 + 0.03  # stratified
+    rate = np.repeat(rate.reshape(len(picked), blocks), width, axis=1)
+    masked = (rng.random(noisy.shape) < rate) & (position >= corpus.start[picked][:, None])
+    target = noisy[masked]
+    noisy[masked] = mask_id
+    return Batch(
+        torch.from_numpy(clean),
+        torch.from_numpy(noisy),
+        torch.from_numpy(target),
+        torch.from_numpy((1 / rate[masked]).astype(np.float32)),
+        torch.from_numpy(np.flatnonzero(masked)),
+    )
+
+
+def two_stream_mask(length: int, noisy: int, width: int) -> torch.Tensor:
+    """Additive [1, 1, N + M, N + M] for N clean positions followed by noisy copies of the last M."""
+    position = torch.cat((torch.arange(length), torch.arange(length - noisy, length)))
+    block = position // width
+    is_noisy = torch.arange(length + noisy) >= length
+    q_block, k_block = block[:, None], block[None]
+    q_noisy, k_noisy = is_noisy[:, None], is_noisy[None]
+    clean_sees = ~q_noisy & ~k_noisy & (k_block <= q_block)
+    noisy_sees = q_noisy & ((~k_noisy & (k_block < q_block)) | (k_noisy & (k_block == q_block)))
+    return torch.where(clean_sees | noisy_sees, 0.0, MASKED)[None, None]
+
+
+def batch_loss(model: Decoder, batch: Batch, width: int, full_attention: bool) -> torch.Tensor:
+    """Mean over answer positions of cross-entropy / t."""
+    length, noisy = batch.clean.shape[1], batch.noisy.shape[1]
+    if full_attention:
+        ids = torch.cat((batch.clean[:, : length - noisy], batch.noisy), 1)
+        positions = torch.arange(length)
+        mask = torch.zeros(1, 1, length, length)
+    else:
+        ids = torch.cat((batch.clean, batch.noisy), 1)
+        positions = torch.cat((torch.arange(length), torch.arange(length - noisy, length)))
+        mask = two_stream_mask(length, noisy, width)
+    hidden, _ = model(ids, positions.expand(len(ids), -1), masked_attend(mask))
+    hidden = hidden.view(len(ids), ids.shape[1], -1)[:, -noisy:].reshape(-1, hidden.shape[-1])
+    losses = F.cross_entropy(model.logits(hidden[batch.rows]), batch.target, reduction="none")
+    return (losses * batch.weight).sum() / (batch.noisy.numel())
+
+
+def save_state(path: Path, model: Decoder, optimizer: torch.optim.AdamW, step: int) -> None:
+    tensors = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            tensors[f"{key}.{name}"] = optimizer.state[parameter][key]
+    save_file(tensors, path.with_suffix(".tmp"), metadata={"step": str(step)})
+    path.with_suffix(".tmp").replace(path)
+
+
+def load_state(path: Path, model: Decoder, optimizer: torch.optim.AdamW) -> int:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        step = int(file.metadata()["step"])
+    tensors = load_file(path)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[f"model.{name}"])
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(step)),
+                "exp_avg": tensors[f"exp_avg.{name}"],
+                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"],
+            }
+    return step
+
+
+def write_checkpoint(folder: Path, model: Decoder, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
+    """Write config, weights (bfloat16) and tokenizer as an ordinary Hugging Face folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    spec, full = model.spec, args.attention == "full"
+    ids = {name: tokenizer.token_to_id(t) for name, t in dict(end=END_OF_TEXT, turn=TURN_END, mask=MASK).items()}
+    common = {
+        "vocab_size": spec.vocab,
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope_theta,
+        "bos_token_id": ids["end"],
+        "eos_token_id": ids["end"],
+        "mask_token_id": ids["mask"],
+        "torch_dtype": "bfloat16",
+    }
+    if full:
+        names = llada_tensor_names(spec)
+        config = {
+            "architectures": ["LLaDAModelLM"],
+            "model_type": "llada",
+            "d_model": spec.hidden,
+            "n_layers": spec.layers,
+            "n_heads": spec.heads,
+            "n_kv_heads": spec.kv_heads,
+            "mlp_hidden_size": spec.intermediate,
+            "embedding_size": spec.vocab,
+            "weight_tying": spec.tied_head,
+            "max_sequence_length": args.max_positions,
+        }
+    else:
+        names = qwen3_tensor_names(spec)
+        config = {
+            "architectures": ["SDARForCausalLM"],
+            "model_type": "sdar",
+            "hidden_size": spec.hidden,
+            "intermediate_size": spec.intermediate,
+            "num_hidden_layers": spec.layers,
+            "num_attention_heads": spec.heads,
+            "num_key_value_heads": spec.kv_heads,
+            "head_dim": spec.head_dim,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": spec.tied_head,
+            "max_position_embeddings": args.max_positions,
+            "block_size": args.width,
+        }
+    own = dict(model.named_parameters())
+    save_file(
+        {names[n]: p.detach().to(torch.bfloat16).contiguous() for n, p in own.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    documents = {
+        "config.json": config | common,
+        "generation_config.json": {"eos_token_id": [ids["turn"], ids["end"]], "bos_token_id": ids["end"]},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": END_OF_TEXT,
+            "eos_token": TURN_END,
+            "pad_token": END_OF_TEXT,
+            "mask_token": MASK,
+            "model_max_length": args.max_positions,
+            "clean_up_tokenization_spaces": False,
+        },
+    }
+    for name, document in documents.items():
+        (folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("output", type=Path, help="Hugging Face folder to write")
+    parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints and the log")
+    parser.add_argument("--data", type=Path, help="folder with tinystories/ and e2e/ (see demo_data.py)")
+    parser.add_argument("--examples", type=int, default=60_000)
+    parser.add_argument("--steps", type=int, default=2_000)
+    parser.add_argument("--tokens", type=int, default=4_608, help="clean tokens a batch")
+    parser.add_argument("--limit", type=int, default=288, help="longest example, tokens")
+    parser.add_argument("--learning-rate", type=float, default=2.5e-3)
+    parser.add_argument("--warmup", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--width", type=int, default=32, help="block width")
+    parser.add_argument("--attention", choices=("block", "full"), default="block")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json to use in place of a newly trained one")
+    parser.add_argument("--vocab", type=int, default=2048)
+    parser.add_argument("--hidden", type=int, default=192)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=32)
+    parser.add_argument("--intermediate", type=int, default=512)
+    parser.add_argument("--max-positions", type=int, default=1024)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--bf16", action="store_true", help="bfloat16 autocast (pays with AMX or AVX512-BF16)")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the loss")
+    parser.add_argument("--save-every", type=int, default=100)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    args.work.mkdir(parents=True, exist_ok=True)
+    items = demo_data.examples(args.examples, args.seed, args.data, held_out=False)
+    if args.tokenizer:
+        tokenizer = Tokenizer.from_file(str(args.tokenizer))
+        tokenizer.add_special_tokens([END_OF_TEXT, TURN_START, TURN_END, MASK])
+    else:
+        texts = [text for i in items[:20_000] for text in (i["prompt"], i["answer"])]
+        tokenizer = train_tokenizer(texts, args.vocab)
+    corpus = tokenise(items, tokenizer, args.width, args.limit)
+    full = args.attention == "full"
+    spec = DecoderSpec(
+        vocab=tokenizer.get_vocab_size(),
+        hidden=args.hidden,
+        layers=args.layers,
+        heads=args.heads,
+        kv_heads=args.heads if full else args.kv_heads,
+        head_dim=args.head_dim,
+        intermediate=args.intermediate,
+        rope_theta=10_000.0,
+        norm_eps=1e-6,
+        qk_norm=not full,
+        tied_head=True,
+    )
+    model = Decoder(spec)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.02)
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    plain = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}],
+        lr=args.learning_rate,
+        betas=(0.9, 0.95),
+    )
+    forward = torch.compile(batch_loss, dynamic=True) if args.compile else batch_loss
+    state = args.work / "state.safetensors"
+    step = load_state(state, model, optimizer) if state.exists() else 0
+    parameters = sum(p.numel() for p in model.parameters())
+    mask_id = tokenizer.token_to_id(MASK)
+    log = (args.work / "log.jsonl").open("a", encoding="utf-8")
+    print(f"{parameters} parameters, {len(corpus.ids)} examples, from step {step}", flush=True)
+    began, recent = time.monotonic(), []
+    while step < args.steps:
+        rng = np.random.default_rng([args.seed, step])
+        batch = make_batch(corpus, rng, args.tokens, args.width, mask_id)
+        warm = min(1.0, (step + 1) / args.warmup)
+        rate = args.learning_rate * warm * (0.02 + 0.98 * (1 + math.cos(math.pi * step / args.steps)) / 2)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+            loss = forward(model, batch, args.width, full)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        recent.append(loss.item())
+        if step % 25 == 0:
+            line = {
+                "step": step,
+                "loss": round(float(np.mean(recent)), 4),
+                "rate": round(rate, 6),
+                "seconds_per_step": round((time.monotonic() - began) / len(recent), 3),
+            }
+            print(json.dumps(line), file=log, flush=True)
+            print(line, flush=True)
+            began, recent = time.monotonic(), []
+        if step % args.save_every == 0 or step == args.steps:
+            save_state(state, model, optimizer, step)
+            write_checkpoint(args.output, model, tokenizer, args)
+
+
+if __name__ == "__main__":
+    main()
