@@ -133,6 +133,12 @@ class Decoder(nn.Module):
         if spec.tied_head:
             self.head.weight = self.embed.weight
 
+    @staticmethod
+    def shapes(spec: DecoderSpec) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of all parameters, without allocating them; a tied head is not listed."""
+        with torch.device("meta"):
+            return [(name, tuple(p.shape)) for name, p in Decoder(spec).named_parameters()]
+
     def forward(
         self, ids: Tensor, positions: Tensor, attend: Attend
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:

@@ -1,0 +1,202 @@
+"""What the graphs take and give: names, dtypes, symbols (DESIGN 4), and the sessions that run them.
+
+Target graph, both layouts (R requests, S segments, Q positions, P prefix bucket, T kept segments, M rows, V vocabulary,
+K = min(33, V), H key/value heads, D head_dim):
+
+| input | dtype, shape | meaning |
+| --- | --- | --- |
+| input_ids | int64 [R, S, Q] | tokens of every segment; Q is the block width, or a multiple of it for prefill |
+| position_base | int64 [R, S] | absolute position of a segment's first token |
+| parent | int64 [R, S] | a segment of the same request that is attended to as well; -1 for none |
+| own_mask | float32 [Q, Q] | additive mask inside a segment: zeros, or block-causal for prefill |
+| past_len | int64 [R] | how many of the P prefix columns are filled |
+| inv_temperature | float32 [R] | 1 / T; 1 at T = 0 |
+| keep | int64 [R, T] | segments whose keys and values come back |
+| rows | int64 [M] | flat (request, segment, position) indices whose vocabulary head is computed; M >= 2 |
+| past_k.i, past_v.i | float32 [R, H, P, D] | keys and values of the prefix, layer i |
+
+| output | dtype, shape | meaning |
+| --- | --- | --- |
+| top_logits, top_ids | float32, int64 [M, K] | the K largest logits, falling, before the temperature; banned ids are -inf |
+| rest_lse | float32 [M] | log-sum-exp of logits / T over all other ids; -inf if there are none |
+| rest_lse_raw | float32 [M] | the same at T = 1 (only where confidence is raw) |
+| logits | float32 [M, V] | full rows, before the temperature |
+| k.i, v.i | float32 [R, T, H, Q, D] | of the kept segments |
+
+Order model (N states): features float32 [N, L, 40], state_id int64 [N, L], depth int64 [N], masked bool [N, L] to
+log_q float32 [N, L], -inf where not masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from spot_deploy.engines.errors import SpotDeployError
+
+Array = npt.NDArray[Any]
+
+HEAD_WIDTH = 33  # 32 head candidates and the value that bounds the rest
+FEATURES = 40  # of the order model, per position
+LAYOUTS = ("split", "packed")
+MIN_ROWS = 2  # one row alone takes another matrix kernel and differs in the last bits
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, dtype and shape of a graph input or output; a string in the shape is a free symbol."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
+
+    @classmethod
+    def from_dict(cls, document: dict[str, Any]) -> TensorSpec:
+        return cls(document["name"], document["dtype"], tuple(document["shape"]))
+
+
+@dataclass(frozen=True)
+class GraphSignature:
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"inputs": [t.as_dict() for t in self.inputs], "outputs": [t.as_dict() for t in self.outputs]}
+
+    @classmethod
+    def from_dict(cls, document: dict[str, Any]) -> GraphSignature:
+        inputs, outputs = (tuple(TensorSpec.from_dict(t) for t in document[key]) for key in ("inputs", "outputs"))
+        return cls(inputs, outputs)
+
+    def require(self, seen: Sequence[tuple[str, str, tuple[Any, ...]]], which: str) -> None:
+        """Compare with what a session reports: (name, dtype, shape) of inputs, then of outputs.
+
+        Raises:
+            SpotDeployError: a name, dtype or fixed dimension differs.
+        """
+        wanted = [*self.inputs, *self.outputs]
+        for spec, (name, dtype, shape) in zip(wanted, seen, strict=False):
+            fixed = all(
+                not isinstance(a, int) or not isinstance(b, int) or a == b
+                for a, b in zip(spec.shape, shape, strict=False)
+            )
+            if (spec.name, spec.dtype, len(spec.shape)) != (name, dtype, len(shape)) or not fixed:
+                raise _signature_error(which, f"{name} {dtype} {list(shape)}", str(spec.as_dict()))
+        if len(wanted) != len(seen):
+            raise _signature_error(which, f"{len(seen)} inputs and outputs", str(len(wanted)))
+
+
+def _signature_error(which: str, seen: str, wanted: str) -> SpotDeployError:
+    return SpotDeployError(
+        "graph-signature",
+        f"the {which} graph is not the one the manifest describes",
+        seen=seen,
+        wanted=wanted,
+        fix="export the bundle again",
+    )
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """The sizes of a target that its graph signature depends on."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    raw_confidence: bool
+
+    @property
+    def head_width(self) -> int:
+        return min(HEAD_WIDTH, self.vocab)
+
+    def signature(self) -> GraphSignature:
+        """The contract above for these sizes."""
+        i64, f32 = "int64", "float32"
+        past: tuple[int | str, ...] = ("R", self.kv_heads, "P", self.head_dim)
+        kept: tuple[int | str, ...] = ("R", "T", self.kv_heads, "Q", self.head_dim)
+        per_layer = [f"{kind}.{i}" for i in range(self.layers) for kind in "kv"]
+        inputs = [
+            TensorSpec("input_ids", i64, ("R", "S", "Q")),
+            TensorSpec("position_base", i64, ("R", "S")),
+            TensorSpec("parent", i64, ("R", "S")),
+            TensorSpec("own_mask", f32, ("Q", "Q")),
+            TensorSpec("past_len", i64, ("R",)),
+            TensorSpec("inv_temperature", f32, ("R",)),
+            TensorSpec("keep", i64, ("R", "T")),
+            TensorSpec("rows", i64, ("M",)),
+            *(TensorSpec(f"past_{name}", f32, past) for name in per_layer),
+        ]
+        outputs = [
+            TensorSpec("top_logits", f32, ("M", self.head_width)),
+            TensorSpec("top_ids", i64, ("M", self.head_width)),
+            TensorSpec("rest_lse", f32, ("M",)),
+            *([TensorSpec("rest_lse_raw", f32, ("M",))] if self.raw_confidence else []),
+            TensorSpec("logits", f32, ("M", self.vocab)),
+            *(TensorSpec(name, f32, kept) for name in per_layer),
+        ]
+        return GraphSignature(tuple(inputs), tuple(outputs))
+
+
+def order_signature(block_width: int) -> GraphSignature:
+    """The order model's contract."""
+    length = block_width
+    return GraphSignature(
+        (
+            TensorSpec("features", "float32", ("N", length, FEATURES)),
+            TensorSpec("state_id", "int64", ("N", length)),
+            TensorSpec("depth", "int64", ("N",)),
+            TensorSpec("masked", "bool", ("N", length)),
+        ),
+        (TensorSpec("log_q", "float32", ("N", length)),),
+    )
+
+
+@dataclass(frozen=True)
+class TargetInputs:
+    """One pass of the target; see the table above. `past` holds k.0, v.0, k.1, ..."""
+
+    input_ids: Array
+    position_base: Array
+    parent: Array
+    own_mask: Array
+    past_len: Array
+    inv_temperature: Array
+    keep: Array
+    rows: Array
+    past: Sequence[Array]
+
+
+@dataclass(frozen=True)
+class TargetOutputs:
+    """What leaves the pass. `row(m)` fetches one full row of logits [V]; `kept` is empty unless asked for."""
+
+    top_logits: Array
+    top_ids: Array
+    rest_lse: Array
+    rest_lse_raw: Array | None
+    row: Callable[[int], Array]
+    kept: Sequence[Array]
+
+
+class TargetSession(Protocol):
+    """A target ready to run. Safe to call from several threads."""
+
+    def run(self, inputs: TargetInputs, *, keep: bool) -> TargetOutputs:
+        """One pass. `keep`: return keys and values."""
+        ...
+
+
+class OrderSession(Protocol):
+    """An order model ready to run. Safe to call from several threads."""
+
+    def run(self, features: Array, state_id: Array, depth: Array, masked: Array) -> Array:
+        """Log-probabilities of the next position, float32 [N, L]."""
+        ...

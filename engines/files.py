@@ -1,0 +1,115 @@
+"""Atomic writing of files and folders: a crash leaves the old one or the new one, never a half."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from spot_deploy.engines.errors import SpotDeployError
+
+STAGING = ".staging-"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically (UTF-8)."""
+    handle, name = tempfile.mkstemp(prefix=STAGING, dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write JSON atomically, refusing NaN and infinities."""
+    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+@contextmanager
+def staged_folder(target: Path, *, force: bool, marker: str) -> Iterator[Path]:
+    """A fresh folder beside `target` that takes its place when the block ends without an error.
+
+    Args:
+        target: the folder to make.
+        force: replace an existing one. Only a folder that holds the file `marker` is ever replaced, so that
+            nobody's other files are lost.
+        marker: name of the file that tells such a folder (written last by the caller).
+
+    Raises:
+        SpotDeployError: `target` exists and may not be replaced, or its parent does not exist.
+    """
+    target = Path(os.path.abspath(target))
+    if target.exists() or target.is_symlink():
+        empty = target.is_dir() and not any(target.iterdir())
+        if not empty and not (force and (target / marker).is_file()):
+            replaceable = (target / marker).is_file()
+            raise SpotDeployError(
+                "output-exists",
+                f"{target} is already there",
+                wanted="a path that does not exist, or an empty folder",
+                fix="give --force to replace it" if replaceable else "choose another path; it is not ours to replace",
+            )
+    if not target.parent.is_dir():
+        raise SpotDeployError(
+            "output-parent-missing",
+            f"cannot write {target}",
+            seen=f"no folder {target.parent}",
+            fix=f"mkdir -p {target.parent}",
+        )
+    stage = Path(tempfile.mkdtemp(prefix=STAGING, dir=target.parent))
+    try:
+        os.chmod(stage, 0o755)
+        yield stage
+        old = Path(tempfile.mkdtemp(prefix=STAGING, dir=target.parent)) if target.exists() else None
+        if old is not None:
+            os.replace(target, old / "old")
+        os.replace(stage, target)
+        if old is not None:
+            shutil.rmtree(old)
+    finally:
+        if stage.exists():
+            shutil.rmtree(stage)
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_json(path: Path, *, code: str, fix: str, limit: int = 64 << 20) -> Any:
+    """Parse a JSON file strictly: UTF-8, a size cap, no duplicate keys, no NaN.
+
+    Raises:
+        SpotDeployError: with `code` and `fix`, naming what is wrong.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key occurs twice")
+        return found
+
+    def no_constant(name: str) -> None:
+        raise ValueError(f"{name} is no JSON number")
+
+    try:
+        data = path.read_bytes()
+        if len(data) > limit:
+            raise ValueError(f"{len(data)} bytes, at most {limit} expected")
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=no_constant)
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpotDeployError(
+            code, f"cannot read {path.name}", seen=str(error), wanted="valid JSON", fix=fix
+        ) from error

@@ -1,0 +1,132 @@
+"""ONNX Runtime. The only module that imports it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from spot_deploy.engines.contracts import Array, GraphSignature, TargetInputs, TargetOutputs
+from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
+
+PROVIDERS = ("CPUExecutionProvider",)
+_DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool", "tensor(float16)": "float16"}
+
+
+def require() -> None:
+    """Check that exactly one ONNX Runtime package is installed.
+
+    Raises:
+        SpotDeployError: none, or several that overwrite each other (exit code 4).
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise SpotDeployError(
+            "backend-missing",
+            "the backend onnxruntime is not installed",
+            fix='pip install "spot-deploy[cpu]"',
+            exit_code=ENVIRONMENT,
+        )
+    names = {(d.metadata["Name"] or "").lower().replace("_", "-") for d in importlib.metadata.distributions()}
+    clash = sorted(n for n in names if n in ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino"))
+    if len(clash) > 1:
+        raise SpotDeployError(
+            "backend-clash",
+            "several ONNX Runtime packages are installed and overwrite each other's files",
+            seen=", ".join(clash),
+            wanted="one of them",
+            fix=f"pip uninstall {' '.join(clash)}, then install the one you want",
+            exit_code=ENVIRONMENT,
+        )
+
+
+def versions() -> dict[str, str]:
+    """Versions that decide what an engine computes."""
+    import onnxruntime
+
+    return {"onnxruntime": onnxruntime.__version__}
+
+
+def _open(path: Path, signature: GraphSignature, threads: int, which: str) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # Spinning threads starve whatever else the embedding program runs.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=list(PROVIDERS))
+    except Exception as error:  # ONNX Runtime has no common base class for its errors
+        raise SpotDeployError(
+            "engine-load",
+            f"ONNX Runtime refuses {path.name}",
+            seen=str(error).splitlines()[0],
+            fix="export the bundle again; if it stays, report the message",
+        ) from error
+    # get_available_providers() lists what could be; only the session tells what runs.
+    if session.get_providers() != list(PROVIDERS):
+        raise SpotDeployError(
+            "engine-provider",
+            "ONNX Runtime took other providers than asked for",
+            seen=str(session.get_providers()),
+            wanted=str(list(PROVIDERS)),
+            fix="report this",
+            exit_code=ENVIRONMENT,
+        )
+    reported = [(n.name, _DTYPES.get(n.type, n.type), tuple(n.shape)) for n in session.get_inputs()]
+    reported += [(n.name, _DTYPES.get(n.type, n.type), tuple(n.shape)) for n in session.get_outputs()]
+    signature.require(reported, which)
+    return session
+
+
+class OrtTarget:
+    """The target graph on ONNX Runtime (see contracts.TargetSession)."""
+
+    def __init__(self, path: Path, signature: GraphSignature, threads: int):
+        self._session = _open(path, signature, threads, "target")
+        names = [t.name for t in signature.outputs]
+        self._kept = [n for n in names if n.startswith(("k.", "v."))]
+        self._head = [n for n in names if n not in self._kept and n != "logits"]
+        self._past = [t.name for t in signature.inputs if t.name.startswith("past_") and t.name != "past_len"]
+
+    def run(self, inputs: TargetInputs, *, keep: bool) -> TargetOutputs:
+        feeds = {
+            "input_ids": inputs.input_ids,
+            "position_base": inputs.position_base,
+            "parent": inputs.parent,
+            "own_mask": inputs.own_mask,
+            "past_len": inputs.past_len,
+            "inv_temperature": inputs.inv_temperature,
+            "keep": inputs.keep,
+            "rows": inputs.rows,
+        } | dict(zip(self._past, inputs.past, strict=True))
+        names = [*self._head, "logits", *(self._kept if keep else [])]
+        found = dict(zip(names, self._session.run(names, feeds), strict=True))
+        logits = found["logits"]
+
+        def row(index: int) -> Array:
+            result: Array = logits[index]
+            return result
+
+        return TargetOutputs(
+            top_logits=found["top_logits"],
+            top_ids=found["top_ids"],
+            rest_lse=found["rest_lse"],
+            rest_lse_raw=found.get("rest_lse_raw"),
+            row=row,
+            kept=[found[n] for n in self._kept] if keep else [],
+        )
+
+
+class OrtOrderModel:
+    """The order model on ONNX Runtime (see contracts.OrderSession)."""
+
+    def __init__(self, path: Path, signature: GraphSignature, threads: int):
+        self._session = _open(path, signature, threads, "order model")
+
+    def run(self, features: Array, state_id: Array, depth: Array, masked: Array) -> Array:
+        feeds = {"features": features, "state_id": state_id, "depth": depth, "masked": masked}
+        result: Array = self._session.run(["log_q"], feeds)[0]
+        return result

@@ -1,0 +1,248 @@
+"""`export`: checkpoint and order model to a bundle, in one atomic step."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spot_deploy.engines.contracts import LAYOUTS, order_signature
+from spot_deploy.engines.errors import VERIFICATION, SpotDeployError, usage_error
+from spot_deploy.engines.files import sha256, staged_folder, write_json
+from spot_deploy.export import parity
+from spot_deploy.export.checkpoint import Checkpoint, open_checkpoint
+from spot_deploy.export.decoder import Decoder
+from spot_deploy.export.order_model import load_order_model
+from spot_deploy.export.target_graph import TargetGraph
+from spot_deploy.export.trace import OPSET, WEIGHTS, save_graph, save_weights, trace_order_model, trace_target
+from spot_deploy.runtime.bundle import bundle_id
+from spot_deploy.runtime.manifest import MANIFEST, FileEntry, Manifest, Speculation, to_document
+from spot_deploy.runtime.text import GOLDEN, TEMPLATE, TOKENIZER, Text
+
+GOLDEN_TEXTS = (
+    "Once upon a time there was a little boy",
+    "  two  spaces\n\nand\tlines ",
+    "naïve café, 東京, Привет, 🙂👍🏽",
+    "3 + 4 * 12 = 51; x_1 != 'y'",
+    "",
+)
+GOLDEN_CHATS = (
+    [{"role": "user", "content": "How much is 3 * 14?"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi 🙂"},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "Go on with this story: One day a bird sang."},
+    ],
+)
+CARRIED = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "README.md")
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How to export; `None` takes what the checkpoint says.
+
+    Attributes:
+        parity: `full`, `layers` or `none`.
+        budgets: numbers of drafted states that engines are made for; `budget` is the default one.
+        gamma: default mass floor.
+    """
+
+    block_width: int | None = None
+    mask_id: int | None = None
+    max_positions: int | None = None
+    parity: str = "full"
+    budgets: tuple[int, ...] = (0, 3, 6, 8, 12, 20)
+    budget: int = 8
+    gamma: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.parity not in parity.MODES:
+            raise usage_error("options", f"parity is {self.parity!r}", wanted=", ".join(parity.MODES), fix="choose one")
+        if list(self.budgets) != sorted(set(self.budgets)) or not self.budgets or self.budgets[0] != 0:
+            raise usage_error(
+                "options", f"budgets are {self.budgets}", wanted="rising whole numbers from 0", fix="such as 0,3,8,20"
+            )
+        if self.budget not in self.budgets:
+            raise usage_error(
+                "options", f"the default budget {self.budget} is none of {self.budgets}", fix="add it to --budgets"
+            )
+
+
+def export_bundle(
+    checkpoint_folder: Path,
+    output: Path,
+    *,
+    order_model: Path | None,
+    options: ExportOptions,
+    force: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> Manifest:
+    """Write a bundle.
+
+    Args:
+        order_model: folder of a trained order model; None makes a bundle that decodes draft-free only.
+        force: replace a bundle that is already there.
+        say: told what is being done.
+
+    Raises:
+        SpotDeployError: bad input, or a parity gate failed (exit code 3). Nothing is left behind then.
+    """
+    checkpoint = open_checkpoint(
+        checkpoint_folder,
+        block_width=options.block_width,
+        mask_id=options.mask_id,
+        max_positions=options.max_positions,
+    )
+    order = load_order_model(order_model) if order_model is not None else None
+    with staged_folder(output, force=force, marker=MANIFEST) as stage:
+        say("reading the weights")
+        tensors = checkpoint.tensors()
+        offsets = save_weights(tensors, stage / WEIGHTS)
+        if checkpoint.spec.tied_head:
+            offsets["head.weight"] = offsets["embed.weight"]
+        shape, width = checkpoint.decoding.shape, checkpoint.decoding.block_width
+        decoder = Decoder(checkpoint.spec)
+        decoder.load_state_dict(tensors, strict=not checkpoint.spec.tied_head)
+        graphs: dict[str, Any] = {}
+        for layout in LAYOUTS:
+            say(f"tracing the target, layout {layout}")
+            graph = TargetGraph(decoder, checkpoint.banned, layout, shape.raw_confidence)
+            file = f"target-{layout}.onnx"
+            save_graph(trace_target(graph, shape, width), stage / file, external=offsets, prefix="decoder.")
+            graphs[f"target-{layout}"] = {"file": file, "opset": OPSET, "signature": shape.signature().as_dict()}
+        if order is not None:
+            say("tracing the order model")
+            signature = order_signature(width)
+            save_graph(trace_order_model(order[0], signature), stage / "order.onnx")
+            graphs["order"] = {"file": "order.onnx", "opset": OPSET, "signature": signature.as_dict()}
+            _order_parity(order[0], stage / "order.onnx", width)
+        golden = _write_texts(checkpoint, stage)
+        say(f"parity gates: {options.parity}")
+        measured, traces = _run_parity(checkpoint, tensors, stage, options.parity, golden)
+        write_json(stage / GOLDEN, golden | {"traces": [asdict(trace) for trace in traces]})
+        manifest = _manifest(checkpoint, order, options, graphs, measured, stage)
+        write_json(stage / MANIFEST, to_document(manifest))
+    return manifest
+
+
+def _order_parity(model: torch.nn.Module, path: Path, width: int) -> None:
+    import numpy as np
+
+    from spot_deploy.engines.ort import OrtOrderModel
+
+    rng = np.random.default_rng(2)
+    features = rng.standard_normal((5, width, 40)).astype(np.float32)
+    state_id = rng.integers(0, 4, (5, width))
+    state_id[:, :2] = 0
+    depth = np.arange(1, 6)
+    masked = state_id == 0
+    seen = OrtOrderModel(path, order_signature(width), 1).run(features, state_id, depth, masked)
+    with torch.no_grad():
+        wanted = model(*(torch.from_numpy(x) for x in (features, state_id, depth, masked))).numpy()
+    parity.Gate().close("order", seen, wanted)
+
+
+def _write_texts(checkpoint: Checkpoint, stage: Path) -> dict[str, Any]:
+    """Copy tokenizer and template, and encode the golden texts with the checkpoint's own tokenizer class."""
+    from transformers import PreTrainedTokenizerFast
+
+    source = checkpoint.folder
+    shutil.copyfile(source / TOKENIZER, stage / TOKENIZER)
+    native = PreTrainedTokenizerFast.from_pretrained(source)
+    template = native.chat_template
+    if isinstance(template, str):
+        (stage / TEMPLATE).write_text(template, encoding="utf-8")
+    for name in CARRIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, stage / f"{name.split('.')[0]}.model.{name.split('.')[-1]}")
+    chats = []
+    if isinstance(template, str):
+        for messages in GOLDEN_CHATS:
+            text = native.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            chats.append({"messages": messages, "ids": native.encode(text, add_special_tokens=False)})
+    encodings = [
+        {"text": text, "ids": native.encode(text, add_special_tokens=False, split_special_tokens=True)}
+        for text in GOLDEN_TEXTS
+    ]
+    golden = {"encodings": encodings, "chats": chats}
+    write_json(stage / GOLDEN, golden)
+    try:
+        Text(stage).check_golden(stage)
+    except SpotDeployError as error:
+        error.exit_code = VERIFICATION
+        raise
+    return golden
+
+
+def _run_parity(
+    checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], stage: Path, mode: str, golden: dict[str, Any]
+) -> tuple[dict[str, Any], Sequence[parity.Trace]]:
+    traces: Sequence[parity.Trace] = ()
+    measured: dict[str, Any] = {}
+    if mode == "full":
+        width = checkpoint.decoding.block_width
+        # One prompt shorter than a block, one that fills blocks and ends inside one.
+        short = golden["encodings"][0]["ids"][: max(1, width // 2)]
+        long = (golden["chats"][0]["ids"] if golden["chats"] else short * 9) * 9
+        graphs = {layout: stage / f"target-{layout}.onnx" for layout in LAYOUTS}
+        measured, traces = parity.full_parity(checkpoint, tensors, graphs, [short, long[: 2 * width + width // 3]])
+    elif mode == "layers":
+        measured = parity.layer_parity(checkpoint, tensors)
+    return {"mode": mode, "against": checkpoint.family.name, "measured": measured}, traces
+
+
+def _manifest(
+    checkpoint: Checkpoint,
+    order: tuple[Any, dict[str, object]] | None,
+    options: ExportOptions,
+    graphs: dict[str, Any],
+    measured: dict[str, Any],
+    stage: Path,
+) -> Manifest:
+    from spot_deploy import __version__
+
+    files = tuple(
+        FileEntry(path.relative_to(stage).as_posix(), path.stat().st_size, sha256(path))
+        for path in sorted(stage.rglob("*"))
+        if path.is_file()
+    )
+    return Manifest(
+        bundle_id=bundle_id(files),
+        created_by=f"spot-deploy {__version__}",
+        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        source={
+            "family": checkpoint.family.name,
+            "architecture": (checkpoint.config.get("architectures") or [None])[0],
+            "checkpoint": checkpoint.folder.resolve().name,
+            "config_sha256": sha256(checkpoint.folder / "config.json"),
+            "order_model": order[1] if order is not None else None,
+            "versions": _versions(),
+        },
+        precision="fp32",
+        decoding=checkpoint.decoding,
+        speculation=Speculation(
+            order_model=order is not None,
+            budgets=options.budgets,
+            budget=options.budget,
+            gamma=options.gamma,
+            tau=1.0,
+            hedge_gate=0.6,
+            hedge_weights="normalised",
+        ),
+        graphs=graphs,
+        parity=measured,
+        files=files,
+    )
+
+
+def _versions() -> dict[str, str]:
+    import importlib.metadata
+
+    names = ("torch", "transformers", "onnxruntime", "onnxscript", "tokenizers", "jinja2", "numpy")
+    return {name: importlib.metadata.version(name) for name in names}

@@ -1,0 +1,321 @@
+"""Parity gates: the exported graphs against the native transformers class with an explicit mask.
+
+`full` runs the ONNX graphs of both layouts on ONNX Runtime: prefill keys and values, denoise, fused opening, a tree of nine
+states, the head against its NumPy twin, argmax agreement, and whole commit traces against a straight-line loop that uses
+nothing of the runtime but `next_state`. `layers` compares our decoder with the native class one layer at a time in torch
+(for checkpoints too large to hold twice). A gate that fails stops the export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from spot_deploy.engines.contracts import LAYOUTS, Array, TargetInputs, TargetSession
+from spot_deploy.engines.errors import VERIFICATION, SpotDeployError
+from spot_deploy.engines.ort import OrtTarget
+from spot_deploy.export.checkpoint import Checkpoint
+from spot_deploy.export.decoder import MASKED, Decoder, masked_attend
+from spot_deploy.runtime.decode import DecodeOptions, Figures, decode
+from spot_deploy.runtime.head import Head, summarise
+from spot_deploy.runtime.manifest import Decoding
+from spot_deploy.runtime.noise import Noise
+from spot_deploy.runtime.sampler import next_state
+from spot_deploy.runtime.state import Commit, State
+from spot_deploy.runtime.target import RequestTarget
+
+MODES = ("full", "layers", "none")
+TOLERANCE = 1e-4  # of a logit, float32, for logits up to 10; in proportion above
+TREE_STATES = 9
+TRACE_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A golden trace: commits as [block, position, token]."""
+
+    prompt: list[int]
+    temperature: float
+    seed: int
+    max_new_tokens: int
+    commits: list[list[int]]
+
+
+def block_causal(length: int, width: int) -> Array:
+    """Additive mask [length, length]: a position sees its own block and those before."""
+    block = np.arange(length) // width
+    return np.where(block[None] <= block[:, None], np.float32(0), np.float32(MASKED))
+
+
+class Native:
+    """The native class of the family under an explicit block-causal mask."""
+
+    def __init__(self, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]):
+        self.decoding = checkpoint.decoding
+        self.model = load_native(checkpoint, tensors)
+        self.ban = torch.where(checkpoint.banned, -torch.inf, 0.0)
+
+    def logits(self, tokens: Array) -> Array:
+        """Float32 logits [B, N, vocab] of whole sequences [B, N], banned ids at -inf."""
+        with torch.no_grad():
+            return np.asarray((self._forward(tokens, False).logits.float() + self.ban).numpy())
+
+    def keys_and_values(self, tokens: Array) -> list[Array]:
+        """k.0, v.0, k.1, ... [1, kv_heads, N, head_dim] of one sequence."""
+        with torch.no_grad():
+            cache = self._forward(tokens[None], True).past_key_values
+        return [t.float().numpy() for layer in cache.layers for t in (layer.keys, layer.values)]
+
+    def _forward(self, tokens: Array, use_cache: bool) -> Any:
+        length = tokens.shape[1]
+        mask = torch.from_numpy(block_causal(length, self.decoding.block_width))[None, None]
+        return self.model(
+            input_ids=torch.from_numpy(tokens),
+            attention_mask=mask.expand(len(tokens), 1, length, length),
+            position_ids=torch.arange(length)[None].expand(len(tokens), -1),
+            use_cache=use_cache,
+        )
+
+
+def load_native(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """The native class with the checkpoint's weights, strictly loaded."""
+    model = checkpoint.family.native(checkpoint.config, checkpoint.spec)
+    names = checkpoint.family.tensor_names(checkpoint.spec)
+    weights = {names[own]: tensor for own, tensor in tensors.items()}
+    if checkpoint.spec.tied_head:
+        weights["lm_head.weight"] = tensors["embed.weight"]
+    model.load_state_dict(weights, strict=True)
+    return model.float().eval()  # type: ignore[no-any-return]
+
+
+class Gate:
+    """Collects what was measured and raises at the first failure."""
+
+    def __init__(self) -> None:
+        self.measured: dict[str, Any] = {}
+
+    def close(self, name: str, seen: Array, wanted: Array) -> None:
+        """Elementwise: finite where expected, and close."""
+        finite = np.isfinite(wanted)
+        same = bool(np.array_equal(np.isfinite(seen), finite))
+        difference = float(np.abs(seen[finite] - wanted[finite]).max(initial=0.0)) if same else float("nan")
+        allowed = TOLERANCE * max(1.0, float(np.abs(wanted[finite]).max(initial=0.0)) / 10)
+        self.measured[name] = {"max_abs": difference, "allowed": allowed}
+        if not difference <= allowed:
+            raise _failed(name, f"largest difference {difference:.3g}", f"at most {allowed:.3g}")
+
+    def argmax(self, name: str, seen: Array, wanted: Array) -> None:
+        """Equal best token wherever the margin is above what rounding explains."""
+        best = wanted.argmax(-1)
+        differs = np.flatnonzero(seen.argmax(-1).ravel() != best.ravel())
+        top = np.sort(wanted.reshape(-1, wanted.shape[-1]), -1)
+        margin = (top[:, -1] - top[:, -2])[differs]
+        self.measured[name] = {"rows": int(best.size), "differ": len(differs), "margins": margin.tolist()}
+        if (margin > 2 * TOLERANCE).any():
+            raise _failed(name, f"{len(differs)} of {best.size} rows differ, margin up to {margin.max():.3g}", "equal")
+
+
+def _failed(name: str, seen: str, wanted: str) -> SpotDeployError:
+    return SpotDeployError(
+        "parity",
+        f"the parity gate {name} failed: the exported graph computes something else than the checkpoint",
+        seen=seen,
+        wanted=wanted,
+        fix="nothing was written; report the checkpoint and the versions of torch and onnxruntime",
+        exit_code=VERIFICATION,
+    )
+
+
+def full_parity(
+    checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], graphs: dict[str, Path], prompts: Sequence[list[int]]
+) -> tuple[dict[str, Any], list[Trace]]:
+    """Run all gates on both layouts.
+
+    Args:
+        graphs: ONNX files by layout.
+        prompts: token ids of the golden prompts.
+
+    Returns:
+        What was measured, and the golden traces.
+
+    Raises:
+        SpotDeployError: a gate failed (exit code 3).
+    """
+    native = Native(checkpoint, tensors)
+    gate = Gate()
+    wanted = [
+        _native_trace(native, prompt, temperature, seed)
+        for seed, prompt in enumerate(prompts)
+        for temperature in (0.0, 1.0)
+    ]
+    for layout in LAYOUTS:
+        session = OrtTarget(graphs[layout], checkpoint.decoding.shape.signature(), 1)
+        _elementwise(gate, layout, native, session, checkpoint)
+        for index, (trace, margins) in enumerate(wanted):
+            seen = _onnx_trace(session, checkpoint.decoding, trace)
+            _compare_traces(gate, f"{layout}.trace{index}", seen, trace.commits, margins)
+    return gate.measured, [trace for trace, _ in wanted]
+
+
+def _elementwise(gate: Gate, layout: str, native: Native, session: TargetSession, checkpoint: Checkpoint) -> None:
+    decoding = checkpoint.decoding
+    width, shape = decoding.block_width, decoding.shape
+    rng = np.random.default_rng(1)
+    usable = np.flatnonzero(~checkpoint.banned.numpy())
+    clean = rng.choice(usable, 4 * width)
+    states = rng.choice(usable, (TREE_STATES, width))
+    states[rng.random(states.shape) < 0.6] = decoding.mask_id
+    states[:, 0] = decoding.mask_id
+    opening = np.full(width, decoding.mask_id)
+    filled = 3 * width
+    bucket = decoding.bucket(filled)
+
+    def run(tokens: Array, start: int, parent: Sequence[int], own: Array, past: Sequence[Array], keep: bool) -> Any:
+        count = len(tokens)
+        return session.run(
+            TargetInputs(
+                input_ids=tokens[None],
+                position_base=np.array([[start + (width if p >= 0 else 0) for p in parent]]),
+                parent=np.array([parent], np.int64),
+                own_mask=own.astype(np.float32),
+                past_len=np.array([start], np.int64),
+                inv_temperature=np.array([0.7], np.float32),
+                keep=np.zeros((1, 1), np.int64),
+                rows=np.arange(count * tokens.shape[1]),
+                past=past,
+            ),
+            keep=keep,
+        )
+
+    def full(out: Any, count: int) -> Array:
+        return np.stack([out.row(i) for i in range(count)])
+
+    none = [np.zeros((1, shape.kv_heads, bucket, shape.head_dim), np.float32) for _ in range(2 * shape.layers)]
+    stored = run(clean[None, :filled], 0, [-1], block_causal(filled, width), none, True)
+    for index, (seen, wanted) in enumerate(
+        zip(stored.kept, native.keys_and_values(clean[:filled]), strict=True)
+    ):
+        gate.close(f"{layout}.prefill.{'kv'[index % 2]}.{index // 2}", seen[0, 0], wanted[0])
+    past = [buffer.copy() for buffer in none]
+    for buffer, kept in zip(past, stored.kept, strict=True):
+        buffer[:, :, :filled] = kept[:, 0]
+        buffer[:, :, filled:] = 1e3  # what lies beyond past_len must not matter
+    zeros = np.zeros((width, width), np.float32)
+    prefix = np.repeat(clean[None, :filled], TREE_STATES, axis=0)
+    wanted = native.logits(np.concatenate((prefix, states), 1))[:, filled:].reshape(-1, shape.vocab)
+    tree = run(states, filled, [-1] * TREE_STATES, zeros, past, False)
+    seen = full(tree, len(wanted))
+    gate.close(f"{layout}.tree.logits", seen, wanted)
+    gate.argmax(f"{layout}.tree.argmax", seen, wanted)
+    logits, ids, rest, raw = summarise(seen, np.float32(0.7))
+    gate.close(f"{layout}.head.top_logits", tree.top_logits, logits)
+    gate.close(f"{layout}.head.rest_lse", tree.rest_lse, rest)
+    if tree.rest_lse_raw is not None:
+        gate.close(f"{layout}.head.rest_lse_raw", tree.rest_lse_raw, raw)
+    gate.close(f"{layout}.head.ids", np.take_along_axis(seen, tree.top_ids, 1), np.take_along_axis(seen, ids, 1))
+    one = run(states[:1], filled, [-1], zeros, past, False)
+    gate.close(f"{layout}.denoise.logits", full(one, width), wanted[:width])
+    pair = run(np.stack((clean[filled:], opening)), filled, [-1, 0], zeros, past, True)
+    wanted = native.logits(np.concatenate((clean, opening))[None])[0, 4 * width :]
+    gate.close(f"{layout}.opening.logits", full(pair, 2 * width)[width:], wanted)
+    wanted_kept = native.keys_and_values(clean)
+    for index, (seen, whole) in enumerate(zip(pair.kept, wanted_kept, strict=True)):
+        gate.close(f"{layout}.opening.{'kv'[index % 2]}.{index // 2}", seen[0, 0], whole[0][:, filled:])
+
+
+def _native_trace(native: Native, prompt: list[int], temperature: float, seed: int) -> tuple[Trace, list[float]]:
+    """Draft-free decoding by the native class, whole sequence every step: commits, and how clear each one was."""
+    decoding = native.decoding
+    width = decoding.block_width
+    noise = Noise(seed) if temperature else None
+    inverse = 1 / temperature if temperature else 1.0
+    blocks = decoding.blocks(len(prompt), TRACE_TOKENS)
+    sequence = np.full(blocks * width, decoding.mask_id, np.int64)
+    sequence[: len(prompt)] = prompt
+    commits, margins = [], []
+    for block in range(len(prompt) // width, blocks):
+        part = slice(block * width, (block + 1) * width)
+        state = State(block, sequence[part].copy(), decoding.mask_id)
+        while len(state.masked):
+            logits = native.logits(sequence[None, : part.stop])[0, part][state.masked]
+            top, ids, rest, raw = summarise(logits, inverse)
+            raw_rest = raw if decoding.confidence == "raw" else None
+            head = Head(state.masked, top, ids, rest, raw_rest, inverse, lambda m, rows=logits: rows[m])
+            state, commit = next_state(state, head, noise)
+            commits.append([block, commit.position, commit.token])
+            margins.append(_margin(head))
+            sequence[part] = state.tokens
+    return Trace(prompt, temperature, seed, TRACE_TOKENS, commits), margins
+
+
+def _margin(head: Head) -> float:
+    """How far the best position is ahead of the second in log-odds of the top token (0 when in doubt)."""
+    odds = np.sort(head.log_odds(np.zeros(len(head.positions), np.int64)))
+    return float(odds[-1] - odds[-2]) if len(odds) > 1 else float("inf")
+
+
+def _onnx_trace(session: TargetSession, decoding: Decoding, trace: Trace) -> list[list[int]]:
+    options = DecodeOptions(
+        max_new_tokens=trace.max_new_tokens,
+        temperature=trace.temperature,
+        seed=trace.seed,
+        ignore_eos=True,
+        budget=0,
+    )
+    seen: list[list[int]] = []
+
+    def observe(state: State, head: Head, commit: Commit) -> None:
+        seen.append([state.block, commit.position, commit.token])
+
+    target = RequestTarget(session, decoding, options.temperature)
+    for _ in decode(target, decoding, np.array(trace.prompt), options, None, 0, Figures(), observe):
+        pass
+    return seen
+
+
+def _compare_traces(
+    gate: Gate, name: str, seen: list[list[int]], wanted: list[list[int]], margins: list[float]
+) -> None:
+    first = next((i for i, (a, b) in enumerate(zip(seen, wanted, strict=True)) if a != b), None)
+    gate.measured[name] = {"commits": len(wanted), "first_difference": first}
+    if first is not None:
+        raise _failed(
+            name,
+            f"commit {first} is [block, position, token] = {seen[first]}; the native class was ahead by {margins[first]:.3g}",
+            str(wanted[first]),
+        )
+
+
+def layer_parity(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Our decoder against the native class with one layer at a time, in torch.
+
+    Raises:
+        SpotDeployError: a layer differs (exit code 3).
+    """
+    gate = Gate()
+    width = checkpoint.decoding.block_width
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, checkpoint.spec.vocab, (2, 3 * width))
+    mask = torch.from_numpy(block_causal(3 * width, width))[None, None]
+    spec = replace(checkpoint.spec, layers=1)
+    single = replace(checkpoint, spec=spec)
+    for layer in range(checkpoint.spec.layers):
+        prefix = f"layers.{layer}."
+        weights = {n: t for n, t in tensors.items() if not n.startswith("layers.")}
+        weights |= {n.replace(prefix, "layers.0."): t for n, t in tensors.items() if n.startswith(prefix)}
+        ours = Decoder(spec).eval()
+        ours.load_state_dict(weights, strict=not spec.tied_head)
+        native = Native(single, weights)
+        with torch.no_grad():
+            positions = torch.arange(3 * width).expand(2, -1)
+            hidden, _ = ours(torch.from_numpy(tokens), positions, masked_attend(mask))
+            seen = (ours.logits(hidden) + native.ban).numpy()
+        wanted = native.logits(tokens).reshape(seen.shape)
+        gate.close(f"layer{layer}.logits", seen, wanted)
+        gate.argmax(f"layer{layer}.argmax", seen, wanted)
+    return gate.measured

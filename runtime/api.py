@@ -1,0 +1,332 @@
+"""The public API: load a bundle, generate, stream.
+
+    with Runtime.load("demo.spot") as runtime:
+        print(runtime.generate("Once upon a time", budget=8).text)
+
+A `Runtime` may be shared by threads: it is read-only after loading, and every call has its own cache and state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from spot_deploy.engines import backends
+from spot_deploy.engines.contracts import Array, OrderSession, TargetSession
+from spot_deploy.engines.errors import usage_error
+from spot_deploy.engines.record import EngineRecord, read_record
+from spot_deploy.runtime.bundle import Bundle, open_bundle
+from spot_deploy.runtime.decode import CommitEvent, DecodeOptions, Figures, Observer, decode
+from spot_deploy.runtime.drafters import Drafter, SpotDrafter
+from spot_deploy.runtime.manifest import Decoding
+from spot_deploy.runtime.target import RequestTarget
+from spot_deploy.runtime.text import Detokenizer, Message, Text
+
+
+@dataclass(frozen=True)
+class TextEvent:
+    """A piece of text that is settled: everything before it is known and none of it will change."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """Text and figures of one run (DESIGN 7). Counts are explained at `decode.Figures`.
+
+    Attributes:
+        text: what `token_ids` decode to.
+        token_ids: generated ids, cut at max_new_tokens and before the first stop id.
+        seconds: wall time of the whole call.
+        exact: whether the law of the output is proven to be the target's own, in this engine.
+    """
+
+    text: str
+    token_ids: list[int]
+    nfe: int
+    prefill_forwards: int
+    store_forwards: int
+    commits: int
+    accepted: int
+    rounds: int
+    drafted: int
+    accepted_per_round: list[int]
+    rejections: dict[str, int]
+    seconds: float
+    phases: dict[str, float]
+    prompt_tokens: int
+    budget: int
+    gamma: float
+    temperature: float
+    seed: int
+    verifier: str
+    backend: str
+    exact: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of a stream."""
+
+    result: Result
+
+
+Event = CommitEvent | TextEvent | Finished
+
+
+class Runtime:
+    """A loaded bundle on one backend. Make it with `Runtime.load`; a context manager."""
+
+    def __init__(
+        self,
+        *,
+        decoding: Decoding,
+        defaults: DecodeOptions,
+        text: Text,
+        target: TargetSession,
+        order_model: OrderSession | None,
+        backend: str,
+        exact_engine: bool,
+    ):
+        self.decoding = decoding
+        self.text = text
+        self.order_model = order_model
+        self.backend = backend
+        self.exact_engine = exact_engine
+        self._defaults = defaults
+        self._target: TargetSession | None = target
+
+    @classmethod
+    def load(cls, path: str | Path, *, backend: str = "onnxruntime", threads: int | None = None) -> Runtime:
+        """Check a bundle and open its engine.
+
+        Args:
+            path: the bundle folder.
+            backend: which engine; it must have been built by `spot-deploy build-engine`.
+            threads: override the engine record's thread count.
+
+        Raises:
+            SpotDeployError: the bundle is damaged, the engine is missing or was built elsewhere, or the backend cannot
+                run here.
+        """
+        backends.require(backend)
+        bundle = open_bundle(Path(path))
+        record = read_record(bundle.path, backend, bundle.manifest.bundle_id)
+        return cls.from_bundle(bundle, record, threads or record.threads)
+
+    @classmethod
+    def from_bundle(cls, bundle: Bundle, record: EngineRecord, threads: int) -> Runtime:
+        """Open the engine that `record` describes on a checked bundle."""
+        manifest = bundle.manifest
+        role = f"target-{record.layout}"
+        target = backends.open_target(record.backend, bundle.graph_path(role), manifest.graph(role)[1], threads)
+        order = None
+        if manifest.speculation.order_model:
+            signature = manifest.graph("order")[1]
+            order = backends.open_order_model(record.backend, bundle.graph_path("order"), signature, threads)
+        text = Text(bundle.path)
+        text.check_golden(bundle.path)
+        spec = manifest.speculation
+        return cls(
+            decoding=manifest.decoding,
+            defaults=DecodeOptions(
+                budget=spec.budget if order is not None else 0,
+                gamma=spec.gamma,
+                tau=spec.tau,
+                hedge_gate=spec.hedge_gate,
+                hedge_weights=spec.hedge_weights,
+            ),
+            text=text,
+            target=target,
+            order_model=order,
+            backend=record.backend,
+            exact_engine=record.exact and manifest.decoding.exact_cache,
+        )
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the engine go. Calls after it raise; calls that still run finish."""
+        self._target = None
+        self.order_model = None
+
+    def prompt_ids(self, prompt: str | Sequence[int] | Sequence[Message]) -> Array:
+        """Token ids of a prompt: plain text, token ids, or chat messages.
+
+        Raises:
+            SpotDeployError: empty where the target has no bos id, or an id outside the vocabulary.
+        """
+        if isinstance(prompt, str):
+            ids = self.text.encode(prompt)
+        elif prompt and isinstance(prompt[0], dict):
+            ids = self.text.encode_chat(prompt)  # type: ignore[arg-type]
+        else:
+            ids = [int(i) for i in prompt]  # type: ignore[call-overload]
+        bad = [i for i in ids if not 0 <= i < self.decoding.shape.vocab or i == self.decoding.mask_id]
+        if bad:
+            raise usage_error(
+                "prompt-ids",
+                "the prompt holds ids that are no text of this target",
+                seen=str(bad[:8]),
+                wanted=f"0..{self.decoding.shape.vocab - 1}, and not the mask {self.decoding.mask_id}",
+                fix="tokenize with the bundle's tokenizer",
+            )
+        if not ids:
+            if self.decoding.bos_id is None:
+                raise usage_error(
+                    "prompt-empty", "this target has no bos token, so the prompt may not be empty", fix="give a prompt"
+                )
+            ids = [self.decoding.bos_id]
+        return np.array(ids, np.int64)
+
+    def resolve(self, options: DecodeOptions) -> DecodeOptions:
+        """Options with the bundle's defaults filled in.
+
+        Raises:
+            SpotDeployError: drafts are asked for, but the bundle has no order model.
+        """
+        names = ("budget", "gamma", "tau", "hedge_gate", "hedge_weights")
+        filled = {name: getattr(self._defaults, name) for name in names if getattr(options, name) is None}
+        options = replace(options, **filled)
+        if options.budget and self.order_model is None:
+            raise usage_error(
+                "no-order-model",
+                "this bundle has no order model, so nothing can be drafted",
+                seen=f"budget {options.budget}",
+                fix="use budget 0, or export again with --order-model",
+            )
+        return options
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | Sequence[Message],
+        options: DecodeOptions | None = None,
+        *,
+        drafter: Drafter | None = None,
+        observe: Observer | None = None,
+        **changes: Any,
+    ) -> Result:
+        """Decode one prompt to the end.
+
+        Args:
+            prompt: text, token ids, or chat messages (dicts with role and content).
+            options: how to decode; `changes` are fields of DecodeOptions set on top.
+            drafter: in place of SPOT (oracles, experiments).
+            observe: see `decode.decode`.
+
+        Raises:
+            SpotDeployError: see `prompt_ids`, `resolve`; or prompt and generation exceed the capacity.
+        """
+        for event in self.stream(prompt, options, drafter=drafter, observe=observe, **changes):
+            if isinstance(event, Finished):
+                return event.result
+        raise AssertionError("a stream ends with Finished")
+
+    def stream(
+        self,
+        prompt: str | Sequence[int] | Sequence[Message],
+        options: DecodeOptions | None = None,
+        *,
+        drafter: Drafter | None = None,
+        observe: Observer | None = None,
+        **changes: Any,
+    ) -> Iterator[Event]:
+        """Decode one prompt, yielding a CommitEvent per commit, TextEvents as text settles, and Finished at the end.
+
+        Arguments and errors as `generate`; errors in the arguments are raised here, before the first event.
+        """
+        if self._target is None:
+            raise RuntimeError("this Runtime was closed")
+        options = self.resolve(replace(options or DecodeOptions(), **changes))
+        ids = self.prompt_ids(prompt)
+        decoding = self.decoding
+        wanted = decoding.blocks(len(ids), options.max_new_tokens) * decoding.block_width
+        if wanted > decoding.max_positions:
+            room = decoding.max_positions - len(ids)
+            raise usage_error(
+                "capacity",
+                "prompt and generation do not fit the target",
+                seen=f"{len(ids)} prompt tokens + {options.max_new_tokens} new, rounded up to {wanted} positions",
+                wanted=f"at most {decoding.max_positions}",
+                fix=f"--max-new-tokens {room} or less" if room > 0 else "shorten the prompt",
+            )
+        if drafter is None and options.budget and self.order_model is not None:
+            drafter = SpotDrafter(
+                self.order_model,
+                gamma=options.gamma or 0.0,
+                tau=options.tau or 1.0,
+                hedge_gate=0.6 if options.hedge_gate is None else options.hedge_gate,
+                hedge_weights=options.hedge_weights or "normalised",
+                draft_tail=options.draft_tail,
+            )
+        target = RequestTarget(self._target, decoding, options.temperature, padded=options.padded, fuse=options.fuse)
+        return self._events(target, ids, options, drafter, observe)
+
+    def _events(
+        self, target: RequestTarget, ids: Array, options: DecodeOptions, drafter: Drafter | None, observe: Observer | None
+    ) -> Iterator[Event]:
+        began = time.perf_counter()
+        decoding, budget, figures = self.decoding, options.budget or 0, Figures()
+        length = decoding.blocks(len(ids), options.max_new_tokens) * decoding.block_width
+        sequence = np.full(length, decoding.mask_id, np.int64)
+        sequence[: len(ids)] = ids
+        limit = len(ids) + options.max_new_tokens
+        settled = len(ids)
+        stopped = False
+        detokenizer = Detokenizer(self.text)
+        for event in decode(target, decoding, ids, options, drafter, budget, figures, observe):
+            yield event
+            sequence[event.position] = event.token
+            before = settled
+            while not stopped and settled < limit and sequence[settled] != decoding.mask_id:
+                stopped = not options.ignore_eos and int(sequence[settled]) in decoding.stop_ids
+                settled += not stopped
+            if settled > before:
+                piece = detokenizer.update(sequence[len(ids) : settled].tolist())
+                if piece:
+                    yield TextEvent(piece)
+        token_ids = sequence[len(ids) : settled].tolist()
+        piece = detokenizer.update(token_ids, final=True)
+        if piece:
+            yield TextEvent(piece)
+        figures.prefill_forwards, figures.store_forwards = target.prefill_forwards, target.store_forwards
+        yield Finished(
+            Result(
+                text=detokenizer.emitted,
+                token_ids=token_ids,
+                nfe=figures.nfe,
+                prefill_forwards=figures.prefill_forwards,
+                store_forwards=figures.store_forwards,
+                commits=figures.commits,
+                accepted=figures.accepted,
+                rounds=figures.rounds,
+                drafted=figures.drafted,
+                accepted_per_round=figures.accepted_per_round,
+                rejections=figures.rejections,
+                seconds=time.perf_counter() - began,
+                phases=figures.phases,
+                prompt_tokens=len(ids),
+                budget=budget,
+                gamma=options.gamma or 0.0,
+                temperature=options.temperature,
+                seed=options.seed,
+                verifier=options.verifier,
+                backend=self.backend,
+                exact=options.exact and self.exact_engine,
+            )
+        )

@@ -1,0 +1,79 @@
+"""Opening a bundle: every file is there and is the one that was written."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spot_deploy.engines.errors import SpotDeployError
+from spot_deploy.engines.files import sha256
+from spot_deploy.runtime.manifest import FileEntry, Manifest, read_manifest
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A checked bundle."""
+
+    path: Path
+    manifest: Manifest
+
+    def graph_path(self, role: str) -> Path:
+        return self.path / self.manifest.graph(role)[0]
+
+
+def bundle_id(files: Sequence[FileEntry]) -> str:
+    """Digest over the sorted (path, sha256) list: independent of time, and of engines added later."""
+    lines = "".join(f"{f.path} {f.sha256}\n" for f in sorted(files, key=lambda f: f.path))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def open_bundle(path: Path) -> Bundle:
+    """Read the manifest and check every file's presence, size and sha256.
+
+    Raises:
+        SpotDeployError: the first thing that is wrong; nothing is written.
+    """
+    manifest = read_manifest(path)
+    for entry in manifest.files:
+        check_file(path, entry)
+    if bundle_id(manifest.files) != manifest.bundle_id:
+        raise SpotDeployError(
+            "bundle-id",
+            "the manifest's bundle_id does not belong to its files",
+            seen=manifest.bundle_id,
+            wanted=bundle_id(manifest.files),
+            fix="export the bundle again",
+        )
+    return Bundle(path, manifest)
+
+
+def check_file(folder: Path, entry: FileEntry) -> None:
+    """Raise unless the file is a regular file inside the bundle with the recorded size and digest."""
+    path = folder / entry.path
+    fix = "copy the bundle again, or export it again"
+    if not path.is_file():
+        raise SpotDeployError("bundle-file-missing", f"the bundle lacks {entry.path}", wanted=str(path), fix=fix)
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise SpotDeployError(
+            "bundle-file-link", f"{entry.path} links out of the bundle", seen=str(path.resolve()), fix=fix
+        )
+    size = path.stat().st_size
+    if size != entry.bytes:
+        raise SpotDeployError(
+            "bundle-file-size",
+            f"{entry.path} has another size than when it was written",
+            seen=f"{size} bytes",
+            wanted=f"{entry.bytes} bytes",
+            fix=fix,
+        )
+    digest = sha256(path)
+    if digest != entry.sha256:
+        raise SpotDeployError(
+            "bundle-file-changed",
+            f"{entry.path} has changed since it was written",
+            seen=f"sha256 {digest}",
+            wanted=f"sha256 {entry.sha256}",
+            fix=fix,
+        )

@@ -1,0 +1,271 @@
+"""The decode loop: draft, verify, commit. Draft-free decoding is the same loop with a budget of 0."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from spot_deploy.engines.contracts import Array
+from spot_deploy.engines.errors import usage_error
+from spot_deploy.runtime.drafters import Drafter, Round
+from spot_deploy.runtime.head import Head
+from spot_deploy.runtime.manifest import Decoding
+from spot_deploy.runtime.noise import Noise
+from spot_deploy.runtime.sampler import next_state
+from spot_deploy.runtime.state import Commit, State
+from spot_deploy.runtime.target import RequestTarget
+from spot_deploy.runtime.tree import Node
+
+VERIFIERS = ("coupled", "uncoupled", "greedy")
+HEDGE_WEIGHTS = ("normalised", "raw", "none")
+MAX_BUDGET = 256
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """How to decode one prompt. `None` takes the bundle's default.
+
+    Attributes:
+        max_new_tokens: positions to generate at most; the last block is always filled.
+        temperature: 0 takes the largest logit; above, exact draws from softmax(logits / T).
+        seed, sample: address the noise; the same pair gives the same text for every drafter and budget.
+        budget: drafted states per pass, D. 0 is draft-free decoding.
+        gamma: mass floor; drafts of less mass are dropped.
+        tau: temperature of the order model's scores.
+        hedge_gate: a second token is drafted where the stale top probability is below it.
+        hedge_weights: `normalised`, `raw` or `none` (see SpotDrafter).
+        verifier: `coupled` (exact), `uncoupled` (exact; drafts ignore the noise), `greedy` (accepts largest logits:
+            not exact at T > 0).
+        ignore_eos: generate the full length, past stop ids.
+        padded: give every verification pass the shape of a full budget.
+        fuse: open blocks by a two-segment pass; False uses a store pass and an opening, another engine mode.
+        draft_tail: see SpotDrafter.
+        sequential: verify states one at a time (for telling logic errors from kernel effects).
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    seed: int = 0
+    sample: int = 0
+    budget: int | None = None
+    gamma: float | None = None
+    tau: float | None = None
+    hedge_gate: float | None = None
+    hedge_weights: str | None = None
+    verifier: str = "coupled"
+    ignore_eos: bool = False
+    padded: bool = False
+    fuse: bool = True
+    draft_tail: bool = False
+    sequential: bool = False
+
+    def __post_init__(self) -> None:
+        def number(name: str, low: float, high: float, kind: type = float) -> bool:
+            value = getattr(self, name)
+            if value is None and name in ("budget", "gamma", "tau", "hedge_gate"):
+                return True
+            right = isinstance(value, int | float if kind is float else int) and not isinstance(value, bool)
+            return right and low <= value <= high
+
+        checks = {
+            "max_new_tokens must be a whole number of at least 1": number("max_new_tokens", 1, 2**31, int),
+            "temperature must be 0, or within 0.01..100": self.temperature == 0 or number("temperature", 0.01, 100),
+            "seed must be a whole number within 0..2^64-1": number("seed", 0, 2**64 - 1, int),
+            "sample must be a whole number within 0..2^32-1": number("sample", 0, 2**32 - 1, int),
+            f"budget must be a whole number within 0..{MAX_BUDGET}": number("budget", 0, MAX_BUDGET, int),
+            "gamma must be a number of at least 0": number("gamma", 0, 1e9),
+            "tau must be within 0.01..100": number("tau", 0.01, 100),
+            "hedge_gate must be within 0..1": number("hedge_gate", 0, 1),
+            f"hedge_weights must be one of {', '.join(HEDGE_WEIGHTS)}": self.hedge_weights in (None, *HEDGE_WEIGHTS),
+            f"verifier must be one of {', '.join(VERIFIERS)}": self.verifier in VERIFIERS,
+        }
+        bad = [text for text, right in checks.items() if not right]
+        if bad:
+            seen = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name in " ".join(bad))
+            raise usage_error("options", "some options are out of range", seen=seen, wanted="; ".join(bad), fix="mend them")
+
+    @property
+    def exact(self) -> bool:
+        """Whether the law of the output is the target's own."""
+        return self.verifier != "greedy" or self.temperature == 0
+
+
+@dataclass
+class Figures:
+    """What a run did.
+
+    Attributes:
+        nfe: denoise passes (the paper's count); prefill and store passes are apart.
+        commits: everything committed, `nfe + accepted`.
+        accepted: drafted states that were accepted; `accepted_per_round` by drafted round.
+        rounds: passes that verified a root and its drafts (all but the openings).
+        drafted: states drafted.
+        rejections: why drafted rounds ended: `position` (the true position was not drafted there), `token` (the position
+            was, its token not), `budget` (nothing was drafted after the last accepted state), `edge` (the block was full).
+        phases: seconds by phase: prefill, target, draft, verify.
+    """
+
+    nfe: int = 0
+    prefill_forwards: int = 0
+    store_forwards: int = 0
+    commits: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted_per_round: list[int] = field(default_factory=list)
+    rejections: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("position", "token", "budget", "edge"), 0))
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prefill", "target", "draft", "verify"), 0.0))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases[name] += time.perf_counter() - began
+
+
+@dataclass(frozen=True)
+class CommitEvent:
+    """One commit: absolute position, token id, whether it was an accepted draft."""
+
+    position: int
+    token: int
+    drafted: bool
+
+
+Observer = Callable[[State, Head, Commit], None]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Where the walk over a verified tree ended: the last verified state and what comes after it."""
+
+    state: State
+    head: Head
+    successor: State
+    commit: Commit
+
+
+def decode(
+    target: RequestTarget,
+    decoding: Decoding,
+    prompt: Array,
+    options: DecodeOptions,
+    drafter: Drafter | None,
+    budget: int,
+    figures: Figures,
+    observe: Observer | None = None,
+) -> Iterator[CommitEvent]:
+    """Commit until the length is reached or a block holds a stop id.
+
+    Args:
+        target: the target's passes for this request, nothing stored yet.
+        prompt: token ids [P], at least one.
+        drafter, budget: who drafts and how many states per pass; None or 0 is draft-free.
+        figures: counted into.
+        observe: called with every state on the path, the target's output for it, and its commit.
+    """
+    width = decoding.block_width
+    noise = Noise(options.seed, options.sample) if options.temperature > 0 else None
+    first = len(prompt) // width
+    with figures.phase("prefill"):
+        if first:
+            target.prefill(prompt[: first * width])
+    finished: Array | None = None
+    for block in range(first, decoding.blocks(len(prompt), options.max_new_tokens)):
+        tokens = np.full(width, decoding.mask_id, np.int64)
+        given = prompt[block * width :][:width] if block == first else prompt[:0]
+        tokens[: len(given)] = given
+        state = State(block, tokens, decoding.mask_id)
+        with figures.phase("target"):
+            head = target.open_first(state) if finished is None else target.open_next(finished, state)
+        figures.nfe += 1
+        root, commit = _advance(state, head, noise, figures, observe)
+        yield CommitEvent(block * width + commit.position, commit.token, False)
+        while len(root.masked):
+            drafts: list[Node] = []
+            if drafter is not None and budget and len(root.masked) > 1:
+                with figures.phase("draft"):
+                    coupled = noise if options.verifier == "coupled" else None
+                    drafts = drafter.draft(Round(state, head, commit, root, budget, coupled))
+            states = [root, *(root.after(*node.path) for node in drafts)]
+            with figures.phase("target"):
+                if options.sequential:
+                    heads = [target.verify([s], 0)[0] for s in states]
+                else:
+                    heads = target.verify(states, budget)
+            figures.nfe += 1
+            figures.rounds += 1
+            accepted, end = _walk(states, heads, noise, options.verifier, figures, observe)
+            for taken in accepted:
+                yield CommitEvent(block * width + taken.position, taken.token, True)
+            if drafts:
+                figures.drafted += len(drafts)
+                figures.accepted_per_round.append(len(accepted))
+                figures.rejections[_why_ended(drafts, root, end)] += 1
+            state, head, root, commit = end.state, end.head, end.successor, end.commit
+            yield CommitEvent(block * width + commit.position, commit.token, False)
+        finished = root.tokens
+        generated = finished[len(given) :]
+        if not options.ignore_eos and np.isin(generated, decoding.stop_ids).any():
+            return
+
+
+def _advance(
+    state: State, head: Head, noise: Noise | None, figures: Figures, observe: Observer | None
+) -> tuple[State, Commit]:
+    with figures.phase("verify"):
+        successor, commit = next_state(state, head, noise)
+    figures.commits += 1
+    if observe is not None:
+        observe(state, head, commit)
+    return successor, commit
+
+
+def _walk(
+    states: list[State],
+    heads: list[Head],
+    noise: Noise | None,
+    verifier: str,
+    figures: Figures,
+    observe: Observer | None,
+) -> tuple[list[Commit], Verified]:
+    """Follow `next_state` from the root for as long as it leads to a verified state, found by content."""
+    index_of: dict[bytes, int] = {}
+    for index, state in enumerate(states):
+        index_of.setdefault(state.key, index)
+    accepted: list[Commit] = []
+    here = 0
+    while True:
+        if verifier == "greedy" and noise is not None:
+            with figures.phase("verify"):
+                successor, commit = next_state(states[here], heads[here], None)
+            if successor.key not in index_of:
+                successor, commit = _advance(states[here], heads[here], noise, figures, observe)
+                break
+            figures.commits += 1
+        else:
+            successor, commit = _advance(states[here], heads[here], noise, figures, observe)
+            if successor.key not in index_of:
+                break
+        here = index_of[successor.key]
+        accepted.append(commit)
+        figures.accepted += 1
+    return accepted, Verified(states[here], heads[here], successor, commit)
+
+
+def _why_ended(drafts: list[Node], root: State, end: Verified) -> str:
+    """Reason that the walk went no further (see Figures.rejections)."""
+    if not len(end.successor.masked):
+        return "edge"
+    key = end.state.key
+    parents = {-1} if key == root.key else {i for i, n in enumerate(drafts) if root.after(*n.path).key == key}
+    tried = [node.path[-1].position for node in drafts if node.parent in parents]
+    if not tried:
+        return "budget"
+    return "token" if end.commit.position in tried else "position"

@@ -1,0 +1,117 @@
+"""What the order model reads (SPOT, section 3.1; our layout of the 40 columns, methods 2(b)).
+
+Columns: 0-31 log of the sorted stale top-32 probabilities, clipped at 1e-9, / 10; 32 mass of the rest; 33 entropy with
+the rest as one outcome; 34 p1 - p2; 35 log-odds of the top token, clipped to +-40, / 10; 36 its rank among the masked
+positions, 0 to 1; 37 probability of the token that the hypothetical prefix puts here (0 if none); 38 share of positions
+masked; 39 depth / 32. No token ids. Positions without a stale distribution are zero in columns 0-36.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from spot_deploy.engines.contracts import FEATURES, Array
+from spot_deploy.runtime.head import Head, log_sum_exp
+from spot_deploy.runtime.state import Commit
+
+TOP = 32
+MAX_DEPTH = 32
+MASKED, BEFORE, ROOT, HYPOTHETICAL = range(4)  # state ids
+_FLOOR = np.log(1e-9)
+
+
+@dataclass(frozen=True)
+class Stale:
+    """The stale distributions of a block, from the last verified pass.
+
+    Attributes:
+        width: block width L.
+        positions: positions that were masked in that pass [M].
+        log_p: log-probabilities of the largest logits, falling [M, <= 32], and their `ids`.
+        rest: probability of everything else [M].
+        log_odds: of the top token [M].
+    """
+
+    width: int
+    positions: Array
+    log_p: Array
+    ids: Array
+    rest: Array
+    log_odds: Array
+
+    @classmethod
+    def of(cls, head: Head, width: int) -> Stale:
+        """From the target's output for a state of `width` positions."""
+        log_p = (head.scaled - head.total[:, None])[:, :TOP]
+        beyond = np.concatenate((head.scaled[:, TOP:], head.rest_lse[:, None].astype(np.float64)), axis=1)
+        rest = np.exp(log_sum_exp(beyond) - head.total)
+        first = np.zeros(len(log_p), np.int64)
+        return cls(width, head.positions, log_p, head.ids[:, :TOP], rest, head.log_odds(first))
+
+    @cached_property
+    def static(self) -> Array:
+        """Columns 0-36, float32 [L, 40]."""
+        columns = np.zeros((self.width, FEATURES), np.float32)
+        clipped = np.maximum(self.log_p, _FLOOR)
+        filled = np.full((len(clipped), TOP), _FLOOR)
+        filled[:, : clipped.shape[1]] = clipped
+        p = np.exp(filled)
+        rest = np.maximum(self.rest, 1e-9)
+        rank = np.empty(len(p))
+        rank[np.argsort(-self.log_odds, kind="stable")] = np.arange(len(p)) / max(1, len(p) - 1)
+        columns[self.positions, :TOP] = filled / 10
+        columns[self.positions, 32] = rest
+        columns[self.positions, 33] = -(p * filled).sum(1) - rest * np.log(rest)
+        columns[self.positions, 34] = p[:, 0] - p[:, 1]
+        columns[self.positions, 35] = np.clip(self.log_odds, -40, 40) / 10
+        columns[self.positions, 36] = rank
+        return columns
+
+    @cached_property
+    def row(self) -> Array:
+        """Index into the M rows by position, -1 where there is none [L]."""
+        row = np.full(self.width, -1)
+        row[self.positions] = np.arange(len(self.positions))
+        return row
+
+    def probability(self, commit: Commit) -> float:
+        """Stale probability of a commit's token; 0 outside the top 32."""
+        m = self.row[commit.position]
+        found = np.flatnonzero(self.ids[m] == commit.token)
+        return float(np.exp(self.log_p[m, found[0]])) if len(found) else 0.0
+
+
+@dataclass(frozen=True)
+class OrderInputs:
+    """Inputs of the order model for N hypothetical prefixes (contract: engines.contracts)."""
+
+    features: Array
+    state_id: Array
+    depth: Array
+    masked: Array
+
+
+def order_inputs(stale: Stale, prefixes: Sequence[Sequence[Commit]]) -> OrderInputs:
+    """Build the order model's inputs.
+
+    Args:
+        stale: the stale distributions.
+        prefixes: hypothetical prefixes, each the root's commit followed by drafted ones.
+    """
+    count = len(prefixes)
+    features = np.repeat(stale.static[None], count, axis=0)
+    state_id = np.full((count, stale.width), BEFORE)
+    state_id[:, stale.positions] = MASKED
+    for n, prefix in enumerate(prefixes):
+        for i, commit in enumerate(prefix):
+            features[n, commit.position, 37] = stale.probability(commit)
+            state_id[n, commit.position] = HYPOTHETICAL if i else ROOT
+    masked = state_id == MASKED
+    depth = np.array([min(len(prefix), MAX_DEPTH) for prefix in prefixes], np.int64)
+    features[:, :, 38] = masked.mean(axis=1, keepdims=True)
+    features[:, :, 39] = depth[:, None] / MAX_DEPTH
+    return OrderInputs(features, state_id, depth, masked)

@@ -1,0 +1,281 @@
+"""`manifest.json`: what a bundle is, parsed into frozen dataclasses and checked when read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from spot_deploy.engines.contracts import LAYOUTS, GraphSignature, TargetShape, order_signature
+from spot_deploy.engines.errors import SpotDeployError
+from spot_deploy.engines.files import read_json
+
+FORMAT = "spot-deploy-bundle"
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+CONFIDENCES = ("tempered", "raw")
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How the target is decoded (DESIGN 3).
+
+    Attributes:
+        block_width: positions per block, L.
+        mask_id, stop_ids, bos_id: special token ids; `bos_id` is None where an empty prompt is not legal.
+        confidence: `tempered` (SDAR) or `raw` (LLaDA).
+        logit_shift: 1 where row p-1 predicts position p (Dream); this schema knows 0 only.
+        max_positions: capacity in positions.
+        buckets: prefix sizes that engines run, rising, multiples of the block width.
+        prefill_positions: positions per prefill pass at most.
+        exact_cache: whether cached keys and values are those of the true model.
+        shape: sizes that fix the target graph's signature.
+    """
+
+    block_width: int
+    mask_id: int
+    stop_ids: tuple[int, ...]
+    bos_id: int | None
+    confidence: str
+    logit_shift: int
+    max_positions: int
+    buckets: tuple[int, ...]
+    prefill_positions: int
+    exact_cache: bool
+    shape: TargetShape
+
+    def __post_init__(self) -> None:
+        vocab, width = self.shape.vocab, self.block_width
+        ids = [self.mask_id, *self.stop_ids, *([] if self.bos_id is None else [self.bos_id])]
+        checks = {
+            f"block_width {width} is not within 1..64": 1 <= width <= 64,
+            f"a token id of {ids} is outside the vocabulary of {vocab}": all(0 <= i < vocab for i in ids),
+            f"the mask id {self.mask_id} is a stop id": self.mask_id not in self.stop_ids,
+            f"confidence {self.confidence!r} is none of {CONFIDENCES}": self.confidence in CONFIDENCES,
+            f"logit_shift {self.logit_shift} is not 0": self.logit_shift == 0,
+            f"max_positions {self.max_positions} is no positive multiple of {width}": self.max_positions >= width
+            and self.max_positions % width == 0,
+            f"buckets {self.buckets} are not rising multiples of {width} that cover max_positions": bool(self.buckets)
+            and all(b % width == 0 for b in self.buckets)
+            and list(self.buckets) == sorted(set(self.buckets))
+            and self.buckets[0] > 0
+            and self.buckets[-1] >= self.max_positions - width,
+            f"prefill_positions {self.prefill_positions} is below {width}": self.prefill_positions >= width,
+            "confidence and the target's outputs disagree": (self.confidence == "raw") == self.shape.raw_confidence,
+        }
+        bad = [text for text, right in checks.items() if not right]
+        if bad:
+            raise ValueError("; ".join(bad))
+
+    def bucket(self, filled: int) -> int:
+        """The smallest bucket that holds `filled` prefix positions."""
+        return next(b for b in self.buckets if b >= filled)
+
+    def blocks(self, prompt: int, new_tokens: int) -> int:
+        """Blocks of the whole sequence: prompt and generation, rounded up."""
+        return math.ceil((prompt + new_tokens) / self.block_width)
+
+
+def default_buckets(block_width: int, max_positions: int) -> tuple[int, ...]:
+    """Doubling sizes from two blocks up to the capacity."""
+    buckets, size = [], 2 * block_width
+    while size < max_positions:
+        buckets.append(size)
+        size *= 2
+    return (*buckets, max_positions)
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Defaults of the drafter; `order_model` says whether the bundle holds one."""
+
+    order_model: bool
+    budgets: tuple[int, ...]
+    budget: int
+    gamma: float
+    tau: float
+    hedge_gate: float
+    hedge_weights: str
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of the bundle: relative path, size in bytes, sha256."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The parsed manifest. `parity` and `source` are kept as they are, for people to read."""
+
+    bundle_id: str
+    created_by: str
+    created_at: str
+    source: Mapping[str, Any]
+    precision: str
+    decoding: Decoding
+    speculation: Speculation
+    graphs: Mapping[str, Mapping[str, Any]]
+    parity: Mapping[str, Any]
+    files: tuple[FileEntry, ...]
+
+    def graph(self, role: str) -> tuple[str, GraphSignature]:
+        """File name and signature of a graph: `target-split`, `target-packed` or `order`."""
+        entry = self.graphs[role]
+        return str(entry["file"]), GraphSignature.from_dict(dict(entry["signature"]))
+
+
+def to_document(manifest: Manifest) -> dict[str, Any]:
+    """The manifest as JSON values."""
+    decoding = {f.name: getattr(manifest.decoding, f.name) for f in fields(Decoding)}
+    decoding["shape"] = {f.name: getattr(manifest.decoding.shape, f.name) for f in fields(TargetShape)}
+    decoding["tie_rule"] = "equal confidence: lowest position; equal logits: lowest id"
+    return {
+        "format": FORMAT,
+        "schema_version": SCHEMA_VERSION,
+        "bundle_id": manifest.bundle_id,
+        "created_by": manifest.created_by,
+        "created_at": manifest.created_at,
+        "source": dict(manifest.source),
+        "precision": manifest.precision,
+        "decoding": decoding,
+        "speculation": {f.name: getattr(manifest.speculation, f.name) for f in fields(Speculation)},
+        "graphs": {role: dict(entry) for role, entry in manifest.graphs.items()},
+        "parity": dict(manifest.parity),
+        "files": [{"path": f.path, "bytes": f.bytes, "sha256": f.sha256} for f in manifest.files],
+    }
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check `manifest.json`.
+
+    Raises:
+        SpotDeployError: no bundle there, another format, a newer schema, or fields that contradict each other.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise _not_a_bundle(folder)
+    document = read_json(path, code="manifest", fix="export the bundle again")
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        seen = repr(document.get("format")) if isinstance(document, dict) else type(document).__name__
+        raise SpotDeployError(
+            "manifest-format", f"{path} is no bundle manifest", seen=seen, wanted=FORMAT, fix="give a bundle folder"
+        )
+    version = document.get("schema_version")
+    if version != SCHEMA_VERSION:
+        newer = isinstance(version, int) and version > SCHEMA_VERSION
+        raise SpotDeployError(
+            "manifest-schema",
+            "the bundle's schema is not one that this version reads",
+            seen=f"schema_version {version!r}",
+            wanted=str(SCHEMA_VERSION),
+            fix="upgrade spot-deploy" if newer else "export the bundle again",
+        )
+    try:
+        manifest = _parse(document)
+        _cross_check(manifest)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        text = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise SpotDeployError(
+            "manifest-invalid", f"{path} contradicts itself or lacks a field", seen=text, fix="export the bundle again"
+        ) from error
+    return manifest
+
+
+def _not_a_bundle(folder: Path) -> SpotDeployError:
+    if not folder.exists():
+        return SpotDeployError(
+            "bundle-missing", f"there is no {folder}", fix="spot-deploy export CHECKPOINT -o BUNDLE makes a bundle"
+        )
+    seen = "a file" if folder.is_file() else "a folder without manifest.json"
+    if (folder / "config.json").is_file():
+        seen = "a checkpoint (config.json)"
+    return SpotDeployError(
+        "not-a-bundle",
+        f"{folder} is not a bundle",
+        seen=seen,
+        wanted="a folder made by spot-deploy export",
+        fix=f"spot-deploy export {folder} -o BUNDLE" if "checkpoint" in seen else "give a bundle folder",
+    )
+
+
+def _take(document: Mapping[str, Any], name: str, kind: type, check: Callable[[Any], bool] = lambda _: True) -> Any:
+    value = document[name]
+    right = isinstance(value, kind) or (kind is float and type(value) is int)
+    if not right or (kind is not bool and isinstance(value, bool)) or not check(value):
+        raise ValueError(f"{name} is {value!r}")
+    return float(value) if kind is float else value
+
+
+def _integers(document: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    values = _take(document, name, list)
+    if not all(type(v) is int for v in values):
+        raise ValueError(f"{name} is {values!r}")
+    return tuple(values)
+
+
+def _parse(document: dict[str, Any]) -> Manifest:
+    raw, spec = _take(document, "decoding", dict), _take(document, "speculation", dict)
+    sizes = _take(raw, "shape", dict)
+    shape = TargetShape(
+        **{name: _take(sizes, name, int, lambda v: v > 0) for name in ("layers", "kv_heads", "head_dim", "vocab")},
+        raw_confidence=_take(sizes, "raw_confidence", bool),
+    )
+    decoding = Decoding(
+        **{
+            name: _take(raw, name, int)
+            for name in ("block_width", "mask_id", "logit_shift", "max_positions", "prefill_positions")
+        },
+        stop_ids=_integers(raw, "stop_ids"),
+        bos_id=None if raw["bos_id"] is None else _take(raw, "bos_id", int),
+        confidence=_take(raw, "confidence", str),
+        buckets=_integers(raw, "buckets"),
+        exact_cache=_take(raw, "exact_cache", bool),
+        shape=shape,
+    )
+    speculation = Speculation(
+        order_model=_take(spec, "order_model", bool),
+        budgets=_integers(spec, "budgets"),
+        budget=_take(spec, "budget", int, lambda v: v >= 0),
+        hedge_weights=_take(spec, "hedge_weights", str),
+        **{name: _take(spec, name, float) for name in ("gamma", "tau", "hedge_gate")},
+    )
+    return Manifest(
+        decoding=decoding,
+        speculation=speculation,
+        graphs=_take(document, "graphs", dict),
+        source=_take(document, "source", dict),
+        parity=_take(document, "parity", dict),
+        files=tuple(
+            FileEntry(_take(f, "path", str), _take(f, "bytes", int), _take(f, "sha256", str))
+            for f in _take(document, "files", list)
+        ),
+        **{name: _take(document, name, str) for name in ("bundle_id", "created_by", "created_at", "precision")},
+    )
+
+
+def _cross_check(manifest: Manifest) -> None:
+    """Paths stay inside the folder, every graph is a listed file, signatures are those of the sizes."""
+    paths = [f.path for f in manifest.files]
+    for path in paths:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*", path):
+            raise ValueError(f"the path {path!r} may not be in a bundle")
+    if len({p.lower() for p in paths}) != len(paths):
+        raise ValueError("two files differ in case only, or are listed twice")
+    wanted = {f"target-{layout}": manifest.decoding.shape.signature() for layout in LAYOUTS}
+    if manifest.speculation.order_model:
+        wanted["order"] = order_signature(manifest.decoding.block_width)
+    if set(manifest.graphs) != set(wanted):
+        raise ValueError(f"graphs are {sorted(manifest.graphs)}, expected {sorted(wanted)}")
+    for role, signature in wanted.items():
+        file, found = manifest.graph(role)
+        if file not in paths:
+            raise ValueError(f"the graph {role} names {file}, which is not among the files")
+        if found != signature:
+            raise ValueError(f"the signature of {role} does not fit the target's sizes")

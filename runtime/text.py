@@ -1,0 +1,153 @@
+"""Tokenizer and chat template, without torch or transformers. What a user writes never becomes a special token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spot_deploy.engines.errors import SpotDeployError
+from spot_deploy.engines.files import read_json
+
+TOKENIZER, TEMPLATE, GOLDEN = "tokenizer.json", "chat_template.jinja", "golden.json"
+Message = Mapping[str, str]
+
+
+class Text:
+    """Text to token ids and back.
+
+    Args:
+        folder: holds `tokenizer.json` and, for chat, `chat_template.jinja`.
+        special: named tokens that templates may use, such as `bos_token`.
+    """
+
+    def __init__(self, folder: Path, special: Mapping[str, str] | None = None):
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+            # A second copy for the template's own text, whose special tokens are meant.
+            self._template_tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise SpotDeployError(
+                "tokenizer", f"cannot read {folder / TOKENIZER}", seen=str(error), fix="export the bundle again"
+            ) from error
+        self._tokenizer.encode_special_tokens = True
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self._added = [token.content for token in added]
+        template = folder / TEMPLATE
+        self._template = template.read_text(encoding="utf-8") if template.is_file() else None
+        self._special = dict(special or {})
+
+    def known_ids(self) -> list[int]:
+        """Every token id that the tokenizer can decode."""
+        return sorted(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    @property
+    def size(self) -> int:
+        """Token ids that the tokenizer knows are below this."""
+        return self.known_ids()[-1] + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text; special tokens spelled out in it stay text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+        """The chat template applied to messages, ending where the assistant's answer begins.
+
+        Raises:
+            SpotDeployError: the target has no template, or the template refuses the messages.
+        """
+        if self._template is None:
+            raise SpotDeployError(
+                "no-chat-template", "this target has no chat template", fix="leave out --chat and give the plain prompt"
+            )
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = refuse
+        try:
+            return environment.from_string(self._template).render(
+                messages=[dict(m) for m in messages], add_generation_prompt=True, **self._special, **variables
+            )
+        except Exception as error:  # whatever a template does with the messages
+            raise SpotDeployError(
+                "chat-template",
+                "the chat template refuses these messages",
+                seen=f"{type(error).__name__}: {error}",
+                fix="check the roles and their order",
+            ) from error
+
+    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Token ids of rendered messages; only the template's own special tokens count as such."""
+        if not any(token in m["content"] for m in messages for token in self._added):
+            return self._encode_template(self.render(messages, **variables))
+        # Contents that spell out special tokens are replaced by marks, and encoded apart.
+        marks = [chr(0xF0000 + i) for i in range(len(messages))]
+        marked = [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)]
+        rendered = self.render(marked, **variables)
+        ids: list[int] = []
+        text = ""
+        for character in rendered:
+            if character in marks:
+                ids += self._encode_template(text) + self.encode(messages[marks.index(character)]["content"])
+                text = ""
+            else:
+                text += character
+        return ids + self._encode_template(text)
+
+    def _encode_template(self, text: str) -> list[int]:
+        ids: list[int] = self._template_tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def check_golden(self, folder: Path) -> None:
+        """Compare with the encodings that were recorded at export by the checkpoint's own tokenizer.
+
+        Raises:
+            SpotDeployError: this version of tokenizers or jinja2 gives other ids.
+        """
+        golden = read_json(folder / GOLDEN, code="golden", fix="export the bundle again")
+        cases = [("text", case["text"], self.encode(case["text"]), case["ids"]) for case in golden["encodings"]]
+        cases += [("chat", case["messages"], self.encode_chat(case["messages"]), case["ids"]) for case in golden["chats"]]
+        for kind, source, seen, wanted in cases:
+            if seen != wanted:
+                raise SpotDeployError(
+                    "golden-encoding",
+                    f"the tokenizer encodes a recorded {kind} differently: {source!r}",
+                    seen=str(seen),
+                    wanted=str(wanted),
+                    fix="install the versions of tokenizers and jinja2 named in the manifest, or export again",
+                )
+
+
+class Detokenizer:
+    """Grows a text as its token ids settle; what it has given out never changes."""
+
+    def __init__(self, text: Text):
+        self._text = text
+        self.emitted = ""
+
+    def update(self, ids: Sequence[int], *, final: bool = False) -> str:
+        """The new piece of text for all settled ids so far. An unfinished character waits, unless `final`."""
+        whole = self._text.decode(ids)
+        if not final:
+            whole = whole.rstrip("\ufffd")
+        if not whole.startswith(self.emitted):
+            if final:
+                raise RuntimeError("decoding more tokens changed earlier text; the tokenizer's decoder is not incremental")
+            return ""
+        piece = whole[len(self.emitted) :]
+        self.emitted = whole
+        return piece
