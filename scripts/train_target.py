@@ -21,11 +21,12 @@ import demo_data
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from spot_deploy.export.decoder import MASKED, Decoder, DecoderSpec, masked_attend
 from spot_deploy.export.families import llada_tensor_names, qwen3_tensor_names
+from spot_deploy.training.checkpoints import load_state, save_state
 
 END_OF_TEXT, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>"
 CHAT_TEMPLATE = (
@@ -153,32 +154,6 @@ def batch_loss(model: Decoder, batch: Batch, width: int, full_attention: bool) -
     hidden = hidden.view(len(ids), ids.shape[1], -1)[:, -noisy:].reshape(-1, hidden.shape[-1])
     losses = F.cross_entropy(model.logits(hidden[batch.rows]), batch.target, reduction="none")
     return (losses * batch.weight).sum() / (batch.noisy.numel())
-
-
-def save_state(path: Path, model: Decoder, optimizer: torch.optim.AdamW, step: int) -> None:
-    tensors = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        for key in ("exp_avg", "exp_avg_sq"):
-            tensors[f"{key}.{name}"] = optimizer.state[parameter][key]
-    save_file(tensors, path.with_suffix(".tmp"), metadata={"step": str(step)})
-    path.with_suffix(".tmp").replace(path)
-
-
-def load_state(path: Path, model: Decoder, optimizer: torch.optim.AdamW) -> int:
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        step = int(file.metadata()["step"])
-    tensors = load_file(path)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[f"model.{name}"])
-            optimizer.state[parameter] = {
-                "step": torch.tensor(float(step)),
-                "exp_avg": tensors[f"exp_avg.{name}"],
-                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"],
-            }
-    return step
 
 
 def write_checkpoint(folder: Path, model: Decoder, tokenizer: Tokenizer, args: argparse.Namespace) -> None:

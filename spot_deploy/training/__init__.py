@@ -1,0 +1,1 @@
+"""Training and measuring order models: recorded trajectories, examples, the training loop, replay."""

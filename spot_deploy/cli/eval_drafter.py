@@ -1,0 +1,82 @@
+"""`spot-deploy eval-drafter`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from spot_deploy.cli.common import Integers, backend_option, bundle_argument, emit, json_option, progress_bar
+
+
+@click.command("eval-drafter")
+@bundle_argument
+@click.option("--prompts", type=click.Path(path_type=Path), required=True, help='JSON lines {"prompt": ..., "kind": ...}.')
+@click.option("--chat", is_flag=True, help="Put the prompts into the target's chat template.")
+@click.option("--budgets", type=Integers(), default="0,3,8,20", show_default=True)
+@click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True)
+@click.option("--gamma", type=click.FloatRange(0), help="Mass floor. [bundle's default]")
+@click.option("--seed", type=click.IntRange(0, 2**63), default=0, show_default=True, help="Prompt n takes seed + n.")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True)
+@click.option("--ignore-eos", is_flag=True, help="Fixed length, past stop tokens.")
+@click.option("--limit", type=click.IntRange(1), help="Use the first prompts only.")
+@backend_option
+@click.option("--threads", type=click.IntRange(1), help="Override the engine's thread count.")
+@json_option
+def command(
+    bundle: Path,
+    prompts: Path,
+    chat: bool,
+    budgets: tuple[int, ...],
+    limit: int | None,
+    backend: str,
+    threads: int | None,
+    as_json: bool,
+    **choices: Any,
+) -> None:
+    """Passes per prompt of BUNDLE's order model at each budget, against oracles that know the true order.
+
+    position: true positions, stale top tokens. joint t: true positions, and the true token if it is among the t stale
+    candidates. Stale coverage: share of the 8 commits after the root whose token is the stale argmax.
+    """
+    from spot_deploy.cli.export import require_export_packages
+    from spot_deploy.runtime.api import Runtime
+    from spot_deploy.runtime.decode import DecodeOptions
+
+    require_export_packages()
+    from spot_deploy.training.evaluation import evaluate
+    from spot_deploy.training.prompts import read_prompts
+
+    chosen = read_prompts(prompts, limit)
+    options = DecodeOptions(**choices)
+    with Runtime.load(bundle, backend=backend, threads=threads) as runtime, progress_bar("prompts", len(chosen)) as bar:
+        result = evaluate(runtime, chosen, chat=chat, budgets=budgets, options=options, progress=bar)
+    if as_json:
+        emit(result)
+        return
+    _print_tables(result, [b for b in budgets if b])
+
+
+def _print_tables(result: dict[str, Any], budgets: list[int]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table(box=None, header_style="bold", title="passes per prompt", title_justify="left")
+    for name in ("kind", "prompts", "coverage", "D0", "drafter", *(f"D{b}" for b in budgets)):
+        table.add_column(name, justify="left" if name in ("kind", "drafter") else "right")
+    for kind, row in result["kinds"].items():
+        lead = [kind, str(row["prompts"]), f"{row['stale_coverage']:.3f}", f"{row['draft_free']:.1f}"]
+        for name, passes in row["passes"].items():
+            cells = [f"{passes[str(b)]:.1f} ({row['draft_free'] / passes[str(b)]:.2f}x)" for b in budgets]
+            table.add_row(*lead, name, *cells)
+            lead = [""] * 4
+    console.print(table)
+    if result["accuracy_by_depth"]:
+        table = Table(box=None, header_style="bold", title="next-commit accuracy by depth", title_justify="left")
+        for name in ("depth", "order model", "stale confidence", "examples"):
+            table.add_column(name, justify="right")
+        for depth, row in result["accuracy_by_depth"].items():
+            table.add_row(depth, f"{row['model']:.3f}", f"{row['stale_confidence']:.3f}", str(row["examples"]))
+        console.print(table)

@@ -1,0 +1,57 @@
+"""`spot-deploy inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from spot_deploy.cli.common import bundle_argument, emit, json_option
+
+
+@click.command("inspect")
+@bundle_argument
+@json_option
+def command(bundle: Path, as_json: bool) -> None:
+    """Check BUNDLE's files and show what it holds."""
+    from spot_deploy.engines.files import read_json
+    from spot_deploy.runtime.bundle import open_bundle
+    from spot_deploy.runtime.manifest import to_document
+
+    opened = open_bundle(bundle)
+    manifest = opened.manifest
+    engines = {}
+    for path in sorted((bundle / "engines").glob("*/engine.json")):
+        engines[path.parent.name] = read_json(path, code="engine-record", fix="build the engine again")
+    if as_json:
+        emit(to_document(manifest) | {"engines": engines})
+        return
+    decoding, speculation, source = manifest.decoding, manifest.speculation, manifest.source
+    lines = {
+        "bundle": f"{manifest.bundle_id[:16]}  ({manifest.created_by}, {manifest.created_at})",
+        "target": f"{source['family']}  {source['checkpoint']}  {manifest.precision}, vocabulary {decoding.shape.vocab}",
+        "block": f"{decoding.block_width} positions, confidence {decoding.confidence}",
+        "capacity": f"{decoding.max_positions} positions, prefix buckets {', '.join(map(str, decoding.buckets))}",
+        "tokens": f"mask {decoding.mask_id}, stop {', '.join(map(str, decoding.stop_ids))}, bos {decoding.bos_id}",
+        "drafting": (
+            f"order model; budget {speculation.budget} of {', '.join(map(str, speculation.budgets))}, "
+            f"gamma {speculation.gamma}"
+            if speculation.order_model
+            else "none (exported without an order model)"
+        ),
+        "parity": f"{manifest.parity['mode']}, {len(manifest.parity['measured'])} gates passed",
+    }
+    for name, text in lines.items():
+        click.echo(f"{name:10}{text}")
+    click.echo("graphs")
+    for role, entry in manifest.graphs.items():
+        click.echo(f"  {role:14}{entry['file']}, opset {entry['opset']}")
+        for kind in ("inputs", "outputs"):
+            for tensor in entry["signature"][kind]:
+                click.echo(f"    {kind[:-1]:7}{tensor['name']:16}{tensor['dtype']:8} {tensor['shape']}")
+    click.echo("files")
+    for entry in manifest.files:
+        click.echo(f"  {entry.bytes:>12,}  {entry.sha256[:16]}  {entry.path}")
+    for name, record in engines.items():
+        exact = "strictly exact" if record["probe"]["strict"] else "not bit-exact"
+        click.echo(f"engine    {name}: {record['layout']}, {record['threads']} threads, {exact}, {record['versions']}")

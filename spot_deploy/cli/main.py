@@ -1,0 +1,91 @@
+"""`spot-deploy`: verbs are imported only when they run, errors are shown as plain lines, exit codes are DESIGN 7's."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+import click
+
+from spot_deploy.engines.errors import INTERRUPTED, USAGE, SpotDeployError
+
+VERBS = {
+    "export": "Checkpoint and order model to a bundle.",
+    "build-engine": "Make a bundle's engine for a backend and this machine.",
+    "run": "Decode a prompt.",
+    "inspect": "Show what a bundle holds.",
+    "record": "Record draft-free trajectories of a target, to train an order model on.",
+    "train-drafter": "Train an order model on recorded trajectories.",
+    "eval-drafter": "Measure an order model: accuracy, coverage, passes against oracles.",
+}
+
+
+class LazyGroup(click.Group):
+    """Knows the verbs' names and one-line helps without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in VERBS:
+            return None
+        module = importlib.import_module(f"spot_deploy.cli.{name.replace('-', '_')}")
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="spot-deploy")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def cli(debug: bool) -> None:
+    """Run diffusion language models fast and losslessly.
+
+    export a checkpoint to a bundle, build-engine for a backend, run a prompt.
+    """
+
+
+def report(error: SpotDeployError) -> None:
+    """Show an error: plain lines on stderr; with --json one object on stdout as well."""
+    click.echo(f"Error: {error}", err=True)
+    if "--json" in sys.argv:
+        click.echo(json.dumps({"error": error.as_dict()}))
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Entry point of the console script."""
+    debug = "--debug" in (arguments if arguments is not None else sys.argv[1:])
+    try:
+        code = cli.main(arguments, prog_name="spot-deploy", standalone_mode=False)
+        sys.stdout.flush()
+        sys.exit(code if isinstance(code, int) else 0)
+    except SpotDeployError as error:
+        if debug:
+            raise
+        report(error)
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Interrupted.", err=True)
+        sys.exit(INTERRUPTED)
+    except click.UsageError as error:
+        error.show()
+        sys.exit(USAGE)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader of our output went away; leave without a second error at shutdown.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        if debug:
+            raise
+        click.echo(f"Error: this is a bug in spot-deploy: {type(error).__name__}: {error}", err=True)
+        click.echo("  fix: run again with --debug before the verb and report the traceback", err=True)
+        sys.exit(1)

@@ -1,0 +1,60 @@
+"""`spot-deploy record`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from spot_deploy.cli.common import Numbers, backend_option, bundle_argument, emit, json_option, progress_bar
+from spot_deploy.engines.errors import usage_error
+
+
+@click.command("record")
+@bundle_argument
+@click.option("--prompts", type=click.Path(path_type=Path), required=True, help='JSON lines {"prompt": ..., "kind": ...}.')
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of records.")
+@click.option("--chat", is_flag=True, help="Put the prompts into the target's chat template.")
+@click.option("--temperatures", type=Numbers(), default="0,1", show_default=True, help="Taken in turn.")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True)
+@click.option("--limit", type=click.IntRange(1), help="Use the first prompts only.")
+@click.option("--seed", type=click.IntRange(0, 2**63), default=0, show_default=True)
+@backend_option
+@click.option("--threads", type=click.IntRange(1), help="Override the engine's thread count.")
+@json_option
+def command(
+    bundle: Path,
+    prompts: Path,
+    output: Path,
+    chat: bool,
+    temperatures: tuple[float, ...],
+    max_new_tokens: int,
+    limit: int | None,
+    seed: int,
+    backend: str,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Decode prompts with BUNDLE draft-free and record every pass. Goes on where it stopped."""
+    from spot_deploy.cli.export import require_export_packages
+    from spot_deploy.runtime.api import Runtime
+    from spot_deploy.training.prompts import read_prompts
+    from spot_deploy.training.recording import record
+
+    require_export_packages()
+    if any(not 0 <= t <= 100 for t in temperatures):
+        raise usage_error("options", f"temperatures are {temperatures}", wanted="within 0..100", fix="such as 0,1")
+    chosen = read_prompts(prompts, limit)
+    with Runtime.load(bundle, backend=backend, threads=threads) as runtime, progress_bar("prompts", len(chosen)) as bar:
+        passes = record(
+            runtime,
+            chosen,
+            output,
+            chat=chat,
+            temperatures=temperatures,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            progress=bar,
+        )
+    if as_json:
+        emit({"records": str(output), "prompts": len(chosen), "passes_recorded_now": passes})

@@ -1,0 +1,145 @@
+"""`spot-deploy run`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from spot_deploy.cli.common import backend_option, bundle_argument, emit, json_option, read_prompt, stderr_console
+
+if TYPE_CHECKING:
+    from spot_deploy.runtime.api import Result, Runtime
+
+
+@click.command("run")
+@bundle_argument
+@click.option("--prompt", required=True, metavar="TEXT|-", help="The prompt; - reads standard input.")
+@click.option("--chat", is_flag=True, help="Put the prompt into the target's chat template as the user's turn.")
+@click.option("--budget", type=click.IntRange(0, 256), help="Drafted states per pass; 0 is draft-free. [bundle's default]")
+@click.option("--gamma", type=click.FloatRange(0), help="Mass floor: drop drafts of less mass. [bundle's default]")
+@click.option("--tau", type=click.FloatRange(0.01, 100), help="Temperature of the order model. [bundle's default]")
+@click.option("--hedge-gate", type=click.FloatRange(0, 1), help="Draft a second token below this stale probability.")
+@click.option("--hedge-weights", type=click.Choice(("normalised", "raw", "none")), help="Mass of first and second token.")
+@click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="0: largest logit.")
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Addresses the noise.")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True, help="Length, in tokens.")
+@click.option("--ignore-eos", is_flag=True, help="Generate the full length, past stop tokens.")
+@click.option(
+    "--verifier",
+    type=click.Choice(("coupled", "uncoupled", "greedy")),
+    default="coupled",
+    show_default=True,
+    help="greedy is not exact above temperature 0.",
+)
+@click.option("--draft-tail", is_flag=True, help="Draft tokens outside the top 32 too (temperatures well above 1).")
+@click.option("--padded", is_flag=True, help="Give every pass the shape of a full budget.")
+@click.option("--fuse/--no-fuse", default=True, help="Open a block in the pass that stores the one before it.")
+@backend_option
+@click.option("--threads", type=click.IntRange(1), help="Override the engine's thread count.")
+@click.option("--stream/--no-stream", default=None, help="Show text as it settles. [default: on a terminal]")
+@click.option("--compare", is_flag=True, help="Decode draft-free too; show passes and times side by side.")
+@json_option
+def command(
+    bundle: Path,
+    prompt: str,
+    chat: bool,
+    backend: str,
+    threads: int | None,
+    stream: bool | None,
+    compare: bool,
+    as_json: bool,
+    **choices: Any,
+) -> None:
+    """Decode a prompt with BUNDLE. Text on stdout, figures on stderr."""
+    from spot_deploy.runtime.api import Runtime
+    from spot_deploy.runtime.decode import DecodeOptions
+
+    options = DecodeOptions(**choices)
+    text = read_prompt(prompt)
+    given: Any = [{"role": "user", "content": text}] if chat else text
+    with Runtime.load(bundle, backend=backend, threads=threads) as runtime:
+        show = not as_json and (sys.stdout.isatty() if stream is None else stream)
+        result = _decode(runtime, given, options, show)
+        control = runtime.generate(given, options, budget=0) if compare else None
+    if control is not None and options.exact and result.exact and control.token_ids != result.token_ids:
+        _raise_unequal(result, control)
+    if as_json:
+        document = result.as_dict()
+        if control is not None:
+            document["compare"] = control.as_dict() | {"identical": control.token_ids == result.token_ids}
+        emit(document)
+        return
+    if not show:
+        click.echo(result.text)
+    _show_figures([result] if control is None else [control, result])
+    if control is not None:
+        same = control.token_ids == result.token_ids
+        click.echo("the texts are identical" if same else "the texts differ (this mode is not exact)", err=True)
+
+
+def _decode(runtime: Runtime, prompt: Any, options: Any, show: bool) -> Result:
+    from spot_deploy.runtime.api import Finished, TextEvent
+
+    for event in runtime.stream(prompt, options):
+        if isinstance(event, TextEvent) and show:
+            click.echo(event.text, nl=False)
+        elif isinstance(event, Finished):
+            if show:
+                click.echo()
+            return event.result
+    raise AssertionError("a stream ends with Finished")
+
+
+def _raise_unequal(result: Result, control: Result) -> None:
+    from spot_deploy.engines.errors import VERIFICATION, SpotDeployError
+
+    first = next(
+        (i for i, (a, b) in enumerate(zip(result.token_ids, control.token_ids, strict=False)) if a != b),
+        min(len(result.token_ids), len(control.token_ids)),
+    )
+    raise SpotDeployError(
+        "not-lossless",
+        "drafted and draft-free decoding gave different texts in a mode that is exact",
+        seen=f"first difference at token {first}",
+        fix="run build-engine --force; if it stays, report the bundle and the prompt",
+        exit_code=VERIFICATION,
+    )
+
+
+def _show_figures(results: Sequence[Result]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold")
+    columns = ("decoding", "passes", "prefill", "commits", "accepted", "per round", "seconds", "tokens/s")
+    for name in columns:
+        table.add_column(name, justify="left" if name == "decoding" else "right")
+    for r in results:
+        drafted = len(r.accepted_per_round)
+        table.add_row(
+            "draft-free" if r.budget == 0 else f"SPOT D{r.budget}",
+            str(r.nfe),
+            str(r.prefill_forwards),
+            str(r.commits),
+            str(r.accepted),
+            f"{r.accepted / drafted:.2f}" if drafted else "-",
+            f"{r.seconds:.2f}",
+            f"{len(r.token_ids) / r.seconds:.1f}",
+        )
+    console = stderr_console()
+    console.print(table)
+    last = results[-1]
+    if last.budget:
+        ends = ", ".join(f"{name} {count}" for name, count in last.rejections.items())
+        console.print(f"rounds ended by: {ends}")
+    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in last.phases.items())
+    console.print(f"time: {phases}; exact: {'yes' if last.exact else 'no'}; backend: {last.backend}")
+    if len(results) == 2:
+        control, spot = results
+        console.print(
+            f"passes {control.nfe} -> {spot.nfe} ({control.nfe / spot.nfe:.2f}x fewer), "
+            f"time {control.seconds:.2f} -> {spot.seconds:.2f} s ({control.seconds / spot.seconds:.2f}x)"
+        )

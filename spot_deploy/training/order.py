@@ -1,0 +1,176 @@
+"""Training the order model on records (SPOT, section 3.1; methods 2(c))."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from spot_deploy.engines.contracts import Array
+from spot_deploy.engines.errors import usage_error
+from spot_deploy.export.order_model import OrderModel, load_order_model, save_order_model
+from spot_deploy.runtime.features import OrderInputs, order_inputs
+from spot_deploy.training.checkpoints import load_state, save_state
+from spot_deploy.training.records import Records
+
+DEPTH_DECAY = 0.85  # examples of depth d are drawn in proportion to .85^d, about how often that depth is reached
+HELD_OUT = 20  # every 20th block is kept for validation
+DEPTHS = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Attributes: steps, batch (examples per step), learning_rate (peak, after warm-up, then cosine), seed, threads."""
+
+    steps: int = 3000
+    batch: int = 96
+    learning_rate: float = 1e-3
+    warmup: int = 100
+    seed: int = 1
+    threads: int = 1
+    save_every: int = 250
+
+
+@dataclass(frozen=True)
+class Example:
+    """Anchor pass, and how many commits after it the hypothetical prefix holds (depth 1 is the root alone)."""
+
+    block: int
+    step: int
+    depth: int
+
+
+def build(records: Records, examples: Sequence[Example]) -> tuple[OrderInputs, Array]:
+    """Model inputs and labels (the position of the commit that follows the prefix) of some examples."""
+    inputs, labels = [], []
+    for example in examples:
+        stale = records.stale(example.block, example.step)
+        prefix = records.commits(range(example.step, example.step + example.depth))
+        inputs.append(order_inputs(stale, [prefix]))
+        labels.append(int(records.arrays["position"][example.step + example.depth]))
+    joined = OrderInputs(
+        *(np.concatenate([getattr(i, name) for i in inputs]) for name in ("features", "state_id", "depth", "masked"))
+    )
+    return joined, np.array(labels)
+
+
+def draw(records: Records, blocks: Array, rng: np.random.Generator, count: int) -> list[Example]:
+    """Random examples from some blocks: anchors uniformly, depths by the decay."""
+    starts = records.arrays["block_step"]
+    lengths = starts[blocks + 1] - starts[blocks] - 1  # the last pass has nothing to predict
+    cumulative = np.cumsum(lengths)
+    examples = []
+    for pick in rng.integers(0, cumulative[-1], count):
+        index = int(np.searchsorted(cumulative, pick, side="right"))
+        anchor = int(pick - (cumulative[index] - lengths[index]))
+        weights = DEPTH_DECAY ** np.arange(1, lengths[index] - anchor + 1)
+        depth = 1 + int(rng.choice(len(weights), p=weights / weights.sum()))
+        examples.append(Example(int(blocks[index]), int(starts[blocks[index]]) + anchor, depth))
+    return examples
+
+
+def scores(model: OrderModel, inputs: OrderInputs) -> torch.Tensor:
+    """log q [N, L]."""
+    names = ("features", "state_id", "depth", "masked")
+    result: torch.Tensor = model(*(torch.from_numpy(getattr(inputs, name)) for name in names))
+    return result
+
+
+def validation_set(records: Records, blocks: Array, per_depth: int = 400) -> dict[int, list[Example]]:
+    """The same examples every time, by depth."""
+    rng = np.random.default_rng(7)
+    found: dict[int, list[Example]] = {}
+    for depth in DEPTHS:
+        anchors = [
+            Example(int(b), s, depth) for b in blocks for s in records.steps(int(b)) if s + depth < records.steps(int(b)).stop
+        ]
+        if anchors:
+            picked = rng.permutation(len(anchors))[:per_depth]
+            found[depth] = [anchors[i] for i in picked]
+    return found
+
+
+def accuracy(records: Records, model: OrderModel, sets: dict[int, list[Example]]) -> dict[str, dict[str, float]]:
+    """Next-commit accuracy by depth, and that of ordering by stale confidence."""
+    result = {}
+    for depth, examples in sets.items():
+        inputs, labels = build(records, examples)
+        with torch.no_grad():
+            best = scores(model, inputs).argmax(-1).numpy()
+        confidence = np.where(inputs.masked, inputs.features[:, :, 35], -np.inf).argmax(-1)
+        result[str(depth)] = {
+            "model": float((best == labels).mean()),
+            "stale_confidence": float((confidence == labels).mean()),
+            "examples": len(labels),
+        }
+    return result
+
+
+def train(
+    records: Records,
+    output: Path,
+    options: TrainOptions,
+    *,
+    init: Path | None = None,
+    card: dict[str, object] | None = None,
+    progress: Callable[[int, str], None] = lambda done, note: None,
+) -> dict[str, dict[str, float]]:
+    """Train and write an order model; goes on from `output`/state.safetensors if that is there.
+
+    Args:
+        init: order model to start from (fine-tuning).
+        card: what to note about the data.
+
+    Returns:
+        Accuracy on the held-out blocks by depth.
+    """
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    usable = np.flatnonzero(np.diff(records.arrays["block_step"]) > 1)
+    held, blocks = usable[::HELD_OUT], np.delete(usable, np.s_[::HELD_OUT])
+    if not len(blocks):
+        raise usage_error("records-few", "there are too few records to train on", fix="record more prompts")
+    model = load_order_model(init)[0] if init is not None else OrderModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    output.mkdir(parents=True, exist_ok=True)
+    state = output / "state.safetensors"
+    step = load_state(state, model, optimizer) if state.exists() else 0
+    sets = validation_set(records, held)
+    losses: list[float] = []
+    result = accuracy(records, model.eval(), sets) if step >= options.steps else {}
+    while step < options.steps:
+        rng = np.random.default_rng([options.seed, step])
+        inputs, labels = build(records, draw(records, blocks, rng, options.batch))
+        warm = min(1.0, (step + 1) / options.warmup)
+        rate = options.learning_rate * warm * (0.02 + 0.98 * (1 + math.cos(math.pi * step / options.steps)) / 2)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = F.nll_loss(scores(model.train(), inputs), torch.from_numpy(labels))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        losses.append(loss.item())
+        if step % options.save_every == 0 or step == options.steps:
+            save_state(state, model, optimizer, step)
+            result = accuracy(records, model.eval(), sets)
+            note: dict[str, object] = {
+                "steps": step,
+                "batch": options.batch,
+                "learning_rate": options.learning_rate,
+                "seed": options.seed,
+                "training_blocks": len(blocks),
+                "training_passes": int(len(records.arrays["position"])),
+                "loss": round(float(np.mean(losses[-options.save_every :])), 4),
+                "accuracy_by_depth": result,
+            }
+            save_order_model(model, output, note | (card or {}))
+        mean = np.mean(losses[-50:])
+        progress(step, f"loss {mean:.3f}" + (f", accuracy {result['1']['model']:.3f} at depth 1" if "1" in result else ""))
+    return result

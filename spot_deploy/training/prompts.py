@@ -1,0 +1,43 @@
+"""Prompt files: JSON lines, each an object with `prompt`, and `kind` if results shall be told apart."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from spot_deploy.engines.errors import usage_error
+
+
+@dataclass(frozen=True)
+class Prompt:
+    text: str
+    kind: str
+
+
+def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
+    """Read a prompt file.
+
+    Raises:
+        SpotDeployError: it is missing, or a line is no such object (exit code 2).
+    """
+    fix = 'give JSON lines such as {"prompt": "How much is 2 + 2?", "kind": "sums"}'
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise usage_error("prompts", f"cannot read {path}", seen=str(error), fix=fix) from error
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            document = json.loads(line)
+            prompt = Prompt(document["prompt"], str(document.get("kind", "all")))
+            if not isinstance(prompt.text, str) or not prompt.text:
+                raise ValueError("prompt is empty")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise usage_error("prompts", f"line {number} of {path} is no prompt", seen=repr(error), fix=fix) from error
+        prompts.append(prompt)
+    if not prompts:
+        raise usage_error("prompts", f"{path} holds no prompts", fix=fix)
+    return prompts[:limit]

@@ -1,0 +1,83 @@
+"""Passes that a drafter would need, from a draft-free trajectory: no target pass is run again.
+
+Exactness makes this the real number: whatever is drafted, decoding follows the draft-free trajectory of the same seed, so
+which drafts are accepted is a matter of comparing with it (a test decodes for real and compares).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from spot_deploy.runtime.drafters import Drafter, Round
+from spot_deploy.runtime.head import Head
+from spot_deploy.runtime.noise import Noise
+from spot_deploy.runtime.state import Commit, State
+
+LOOK_AHEAD = 8
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass of draft-free decoding and the commit that followed."""
+
+    state: State
+    head: Head
+    commit: Commit
+
+
+class Trajectory:
+    """A draft-free trajectory; collect it as a decode's observer."""
+
+    def __init__(self) -> None:
+        self.blocks: list[list[Step]] = []
+
+    def __call__(self, state: State, head: Head, commit: Commit) -> None:
+        if state.commits == 0:
+            self.blocks.append([])
+        self.blocks[-1].append(Step(state, head, commit))
+
+    def lookup(self, block: int, commits: int) -> Commit | None:
+        """The true commit (see drafters.OracleDrafter)."""
+        steps = self.blocks[block - self.blocks[0][0].state.block]
+        return steps[commits].commit if commits < len(steps) else None
+
+    @property
+    def commits(self) -> int:
+        return sum(len(steps) for steps in self.blocks)
+
+    def passes(self, drafter: Drafter, budget: int, noise: Noise | None) -> int:
+        """NFE with a drafter and budget. `noise`: what the drafter may see (coupled), or None."""
+        count = 0
+        for steps in self.blocks:
+            count += 1  # the opening
+            anchor = 0
+            while anchor < len(steps) - 1:
+                step, root = steps[anchor], steps[anchor + 1].state
+                drafted = set()
+                if budget and len(root.masked) > 1:
+                    view = Round(step.state, step.head, step.commit, root, budget, noise)
+                    drafted = {root.after(*node.path).key for node in drafter.draft(view)}
+                count += 1
+                anchor += 1
+                while anchor + 1 < len(steps) and steps[anchor + 1].state.key in drafted:
+                    anchor += 1
+        return count
+
+    def coverage(self) -> tuple[int, int]:
+        """Stale coverage as (covered, all): of the 8 commits after the root, those whose token is the stale argmax.
+
+        The root's own commit is left out: it is exact, not stale.
+        """
+        covered = total = 0
+        for steps in self.blocks:
+            for n, step in enumerate(steps):
+                head = step.head
+                best = np.where(head.logits == head.logits[:, :1], head.ids, np.iinfo(np.int64).max).min(1)
+                argmax = dict(zip(head.positions.tolist(), best.tolist(), strict=True))
+                ahead: Sequence[Step] = steps[n + 1 : n + 1 + LOOK_AHEAD]
+                covered += sum(argmax[s.commit.position] == s.commit.token for s in ahead)
+                total += len(ahead)
+        return covered, total
