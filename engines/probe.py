@@ -43,11 +43,11 @@ def probe_invariance(
         def run(
             tokens: Array, rows: Array, parent: Sequence[int] | None = None, past: Any = past, filled: int = filled
         ) -> list[Array]:
-            count = len(tokens)
+            parents = np.array([parent or [-1] * len(tokens)], np.int64)
             inputs = TargetInputs(
                 input_ids=tokens[None],
-                position_base=np.full((1, count), filled, np.int64),
-                parent=np.array([parent or [-1] * count], np.int64),
+                position_base=np.where(parents >= 0, filled + block_width, filled),
+                parent=parents,
                 own_mask=np.zeros((block_width, block_width), np.float32),
                 past_len=np.array([filled], np.int64),
                 inv_temperature=np.ones(1, np.float32),

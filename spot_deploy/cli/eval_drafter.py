@@ -40,11 +40,8 @@ def command(
     position: true positions, stale top tokens. joint t: true positions, and the true token if it is among the t stale
     candidates. Stale coverage: share of the 8 commits after the root whose token is the stale argmax.
     """
-    from spot_deploy.cli.export import require_export_packages
     from spot_deploy.runtime.api import Runtime
     from spot_deploy.runtime.decode import DecodeOptions
-
-    require_export_packages()
     from spot_deploy.training.evaluation import evaluate
     from spot_deploy.training.prompts import read_prompts
 

@@ -14,8 +14,8 @@ from spot_deploy.runtime.decode import DecodeOptions
 from spot_deploy.runtime.drafters import Drafter, OracleDrafter, SpotDrafter
 from spot_deploy.runtime.features import Stale, order_inputs
 from spot_deploy.runtime.noise import Noise
-from spot_deploy.training.order import DEPTHS
 from spot_deploy.training.prompts import Prompt
+from spot_deploy.training.records import DEPTHS
 from spot_deploy.training.replay import Trajectory
 
 ORACLES: dict[str, int | None] = {"position": None, "joint t=1": 1, "joint t=2": 2, "joint t=32": 32}

@@ -16,11 +16,10 @@ from spot_deploy.engines.errors import usage_error
 from spot_deploy.export.order_model import OrderModel, load_order_model, save_order_model
 from spot_deploy.runtime.features import OrderInputs, order_inputs
 from spot_deploy.training.checkpoints import load_state, save_state
-from spot_deploy.training.records import Records
+from spot_deploy.training.records import DEPTHS, Records
 
 DEPTH_DECAY = 0.85  # examples of depth d are drawn in proportion to .85^d, about how often that depth is reached
 HELD_OUT = 20  # every 20th block is kept for validation
-DEPTHS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from spot_deploy.runtime.state import Commit, State
 
 FORMAT = "spot-deploy-records"
 META = "records.json"
+DEPTHS = (1, 2, 4, 8, 16)  # at which accuracy is reported; depth 1 follows the root
 
 
 class Recorder:

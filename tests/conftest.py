@@ -1,0 +1,79 @@
+"""Bundles are exported once per test run: a tiny random target, and the demo target that ships."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+# Several threads beside another busy process can be many times slower than one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+ROOT = Path(__file__).parents[1]
+
+
+def build(checkpoint, order_model, output, **options):
+    from spot_deploy import build_engine
+    from spot_deploy.export.bundle_writer import ExportOptions, export_bundle
+
+    export_bundle(checkpoint, output, order_model=order_model, options=ExportOptions(**options))
+    build_engine(output, backend="onnxruntime", threads=1)
+    return output
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory):
+    from tiny_checkpoint import write_tiny_checkpoint
+
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny-target")
+
+
+@pytest.fixture(scope="session")
+def random_order_model(tmp_path_factory):
+    import torch
+
+    from spot_deploy.export.order_model import OrderModel, save_order_model
+
+    torch.manual_seed(3)
+    folder = tmp_path_factory.mktemp("order") / "order-model"
+    save_order_model(OrderModel(), folder, {"note": "random"})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tiny_checkpoint, random_order_model, tmp_path_factory):
+    """Width 8, random weights, random order model, engine built. Read only: copy it to change it."""
+    output = tmp_path_factory.mktemp("bundles") / "tiny.spot"
+    return build(tiny_checkpoint, random_order_model, output, budgets=(0, 3, 8), budget=3)
+
+
+@pytest.fixture(scope="session")
+def demo_bundle(tmp_path_factory):
+    """The demo target and order model, exported as the quick start does. Read only."""
+    output = tmp_path_factory.mktemp("bundles") / "demo.spot"
+    return build(ROOT / "demo" / "target", ROOT / "demo" / "order-model", output)
+
+
+@pytest.fixture
+def tiny_copy(tiny_bundle, tmp_path):
+    """A bundle of one's own to damage."""
+    return Path(shutil.copytree(tiny_bundle, tmp_path / "copy.spot"))
+
+
+@pytest.fixture(scope="session")
+def tiny_runtime(tiny_bundle):
+    from spot_deploy import Runtime
+
+    with Runtime.load(tiny_bundle) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="session")
+def demo_runtime(demo_bundle):
+    from spot_deploy import Runtime
+
+    with Runtime.load(demo_bundle) as runtime:
+        yield runtime

@@ -1,0 +1,240 @@
+"""Export: parity gates that can fail, bundles that appear whole or not at all, checkpoints of every shape refused or taken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_checkpoint import write_tiny_checkpoint
+
+from spot_deploy import Runtime, SpotDeployError, build_engine
+from spot_deploy.engines.contracts import TargetShape, order_signature
+from spot_deploy.export import bundle_writer, parity
+from spot_deploy.export.bundle_writer import ExportOptions, export_bundle
+from spot_deploy.export.checkpoint import open_checkpoint
+from spot_deploy.export.families import SDAR
+from spot_deploy.export.order_model import OrderModel
+from spot_deploy.runtime.manifest import read_manifest
+
+
+@pytest.fixture
+def checkpoint_copy(tiny_checkpoint, tmp_path):
+    return shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    document = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in document.items() if v != "delete"}))
+
+
+def test_order_model_has_the_published_size():
+    assert sum(p.numel() for p in OrderModel().parameters()) == 621_569
+
+
+def test_manifest_records_every_gate(tiny_bundle):
+    manifest = read_manifest(tiny_bundle)
+    assert manifest.parity["mode"] == "full"
+    measured = manifest.parity["measured"]
+    for layout in ("split", "packed"):
+        for gate in ("prefill.k.0", "tree.logits", "head.rest_lse", "denoise.logits", "opening.logits", "opening.v.1"):
+            entry = measured[f"{layout}.{gate}"]
+            assert 0 <= entry["max_abs"] <= entry["allowed"]
+        assert measured[f"{layout}.tree.argmax"]["differ"] == 0
+        for index in range(4):
+            assert measured[f"{layout}.trace{index}"]["first_difference"] is None
+            assert measured[f"{layout}.trace{index}"]["commits"] >= 48
+
+
+@pytest.mark.parametrize("name", ["target-split.onnx", "target-packed.onnx", "order.onnx"])
+def test_onnx_checker_takes_the_graphs(tiny_bundle, name):
+    onnx.checker.check_model(str(tiny_bundle / name), full_check=True)
+
+
+def test_graphs_share_one_copy_of_the_weights(tiny_bundle):
+    sizes = {p.name: p.stat().st_size for p in tiny_bundle.iterdir() if p.is_file()}
+    weights = load_file(tiny_bundle / "weights.safetensors")
+    raw = sum(t.numel() * 4 for t in weights.values())
+    assert sizes["weights.safetensors"] < raw + 10_000
+    for name in ("target-split.onnx", "target-packed.onnx"):
+        model = onnx.load(str(tiny_bundle / name), load_external_data=False)
+        outside = {i.name.removeprefix("decoder.") for i in model.graph.initializer if i.external_data}
+        assert outside == set(weights)
+        inside = [i for i in model.graph.initializer if not i.external_data]
+        assert sum(int(np.prod(i.dims)) for i in inside) < 2000
+        # Linear layers are Gemm with weights as stored: a Transpose would cost a second copy.
+        gemms = [n for n in model.graph.node if n.op_type == "Gemm"]
+        assert len(gemms) == 2 * 7 + 1
+        assert all({a.name: a.i for a in g.attribute}["transB"] == 1 for g in gemms)
+
+
+@pytest.mark.parametrize("kind", ["weight", "tokenizer"])
+def test_a_failed_gate_ends_with_exit_3_and_leaves_nothing(kind, checkpoint_copy, tmp_path, monkeypatch):
+    output = tmp_path / "out.spot"
+    if kind == "weight":
+        real = bundle_writer.trace_target
+
+        def broken(graph, shape, width):
+            graph.decoder.layers[1].post_norm.eps = 0.05
+            return real(graph, shape, width)
+
+        monkeypatch.setattr(bundle_writer, "trace_target", broken)
+    else:
+        # Our tokenizer reads another template than the checkpoint's class did.
+        real_text = bundle_writer.Text
+
+        class Other(real_text):
+            def encode(self, text):
+                return [*super().encode(text), 5]
+
+        monkeypatch.setattr(bundle_writer, "Text", Other)
+    with pytest.raises(SpotDeployError) as caught:
+        export_bundle(checkpoint_copy, output, order_model=None, options=ExportOptions())
+    assert caught.value.exit_code == 3
+    assert list(tmp_path.iterdir()) == [checkpoint_copy]
+
+
+@pytest.mark.parametrize("seen", [np.array([1.0, 2.1]), np.array([1.0, np.nan]), np.array([1.0, -np.inf])])
+def test_elementwise_gate_can_fail(seen):
+    with pytest.raises(SpotDeployError, match="parity gate"):
+        parity.Gate().close("x", seen, np.array([1.0, 2.0]))
+
+
+def test_argmax_gate_forgives_near_ties_only():
+    gate = parity.Gate()
+    gate.argmax("near", np.array([[1.0, 1.00001]]), np.array([[1.00001, 1.0]]))
+    assert gate.measured["near"]["differ"] == 1
+    with pytest.raises(SpotDeployError, match="parity gate"):
+        gate.argmax("far", np.array([[1.0, 1.2]]), np.array([[1.2, 1.0]]))
+
+
+def test_trace_gate_can_fail():
+    gate = parity.Gate()
+    commits = [[0, 1, 2], [0, 2, 3]]
+    parity._compare_traces(gate, "same", commits, commits, [1.0, 1.0])
+    with pytest.raises(SpotDeployError, match="commit 1"):
+        parity._compare_traces(gate, "other", [[0, 1, 2], [0, 2, 4]], commits, [1.0, 1.0])
+
+
+def test_layer_parity_passes_and_can_fail(tiny_checkpoint, monkeypatch):
+    checkpoint = open_checkpoint(tiny_checkpoint)
+    tensors = checkpoint.tensors()
+    measured = parity.layer_parity(checkpoint, tensors)
+    assert {"layer0.logits", "layer1.argmax"} <= set(measured)
+    real = parity.Decoder
+
+    def broken(spec):
+        decoder = real(spec)
+        decoder.layers[0].input_norm.eps = 0.1
+        return decoder
+
+    monkeypatch.setattr(parity, "Decoder", broken)
+    with pytest.raises(SpotDeployError, match="layer0"):
+        parity.layer_parity(checkpoint, tensors)
+
+
+def test_tied_head_shards_and_no_order_model(tmp_path):
+    """A second shape of checkpoint: tied head, several weight files, no drafter."""
+    folder = write_tiny_checkpoint(tmp_path / "target-b8", tied=True, shards=True, seed=5)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    edit_config(folder, block_size="delete")  # the name says it
+    output = tmp_path / "out.spot"
+    manifest = export_bundle(folder, output, order_model=None, options=ExportOptions(parity="layers"))
+    assert manifest.decoding.block_width == 8
+    assert manifest.parity["mode"] == "layers"
+    build_engine(output, backend="onnxruntime", threads=1)
+    with Runtime.load(output) as runtime:
+        assert runtime.generate("the cat", max_new_tokens=9, ignore_eos=True).budget == 0
+        with pytest.raises(SpotDeployError, match="no order model"):
+            runtime.generate("the cat", budget=3)
+
+
+def test_existing_output_is_replaced_only_by_force_and_only_if_it_is_a_bundle(tiny_copy, tiny_checkpoint, tmp_path):
+    before = (tiny_copy / "manifest.json").read_bytes()
+    options = ExportOptions(parity="none")
+    with pytest.raises(SpotDeployError, match="already there"):
+        export_bundle(tiny_checkpoint, tiny_copy, order_model=None, options=options)
+    assert (tiny_copy / "manifest.json").read_bytes() == before
+    other = tmp_path / "photos"
+    other.mkdir()
+    (other / "cat.jpg").write_text("x")
+    with pytest.raises(SpotDeployError, match="already there"):
+        export_bundle(tiny_checkpoint, other, order_model=None, options=options, force=True)
+    assert (other / "cat.jpg").exists()
+    export_bundle(tiny_checkpoint, tiny_copy, order_model=None, options=options, force=True)
+    assert read_manifest(tiny_copy).parity["mode"] == "none"
+    assert not list(tmp_path.glob(".staging-*"))
+
+
+REFUSED = {
+    "family": ({"architectures": ["LlamaForCausalLM"]}, "checkpoint-family"),
+    "bias": ({"attention_bias": True}, "checkpoint-unsupported"),
+    "rope-scaling": ({"rope_scaling": {"type": "yarn"}}, "checkpoint-unsupported"),
+    "field": ({"head_dim": "delete"}, "checkpoint-config"),
+    "small-vocabulary": ({"vocab_size": 200}, "checkpoint-tokenizer"),
+    "mask": ({"mask_token_id": 5000}, "checkpoint-decoding"),
+    "width": ({"block_size": 100}, "checkpoint-decoding"),
+}
+
+
+@pytest.mark.parametrize(("changes", "code"), REFUSED.values(), ids=REFUSED.keys())
+def test_config_that_cannot_be_decoded(checkpoint_copy, changes, code):
+    edit_config(checkpoint_copy, **changes)
+    with pytest.raises(SpotDeployError) as caught:
+        open_checkpoint(checkpoint_copy)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("damage", ["missing", "extra", "shape", "truncated", "no-file"])
+def test_weights_that_do_not_fit(checkpoint_copy, damage):
+    path = checkpoint_copy / "model.safetensors"
+    tensors = load_file(path)
+    if damage == "missing":
+        del tensors["model.norm.weight"]
+    elif damage == "extra":
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(4)
+    elif damage == "shape":
+        tensors["model.norm.weight"] = torch.zeros(7)
+    save_file(tensors, path)
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:5000])
+    elif damage == "no-file":
+        path.unlink()
+    with pytest.raises(SpotDeployError) as caught:
+        open_checkpoint(checkpoint_copy).tensors()
+    assert caught.value.code in ("checkpoint-tensors", "checkpoint-weights")
+
+
+def test_undecodable_ids_and_the_mask_are_banned(tiny_checkpoint, tiny_runtime):
+    checkpoint = open_checkpoint(tiny_checkpoint)
+    assert np.flatnonzero(checkpoint.banned.numpy()).tolist() == list(range(299, 320))
+    for seed in range(3):
+        result = tiny_runtime.generate("the", temperature=2.5, seed=seed, max_new_tokens=60, ignore_eos=True)
+        assert max(result.token_ids) < 299
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "width"), [("SDAR-8B-Chat-b32", {}, 32), ("SDAR-4B", {}, 4), ("x-b32", {"block_size": 16}, 16)]
+)
+def test_block_width_from_config_name_or_default(name, config, width):
+    assert SDAR.block_width(config, name) == width
+
+
+def test_signatures_cover_the_contract():
+    shape = TargetShape(layers=2, kv_heads=1, head_dim=4, vocab=20, raw_confidence=True)
+    names = [t.name for t in shape.signature().outputs]
+    assert names == ["top_logits", "top_ids", "rest_lse", "rest_lse_raw", "logits", "k.0", "v.0", "k.1", "v.1"]
+    assert shape.head_width == 20
+    assert [t.name for t in order_signature(8).inputs] == ["features", "state_id", "depth", "masked"]
+
+
+@pytest.mark.parametrize("bad", [{"budgets": (3, 8)}, {"budgets": (0, 8, 3)}, {"budget": 7}, {"parity": "some"}], ids=str)
+def test_export_options_out_of_range(bad):
+    with pytest.raises(SpotDeployError) as caught:
+        ExportOptions(**bad)
+    assert caught.value.exit_code == 2
