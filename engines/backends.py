@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 
 from spot_deploy.engines.contracts import GraphSignature, OrderSession, TargetSession
-from spot_deploy.engines.errors import SpotDeployError, usage_error
+from spot_deploy.engines.errors import usage_error
 
 BACKENDS = ("onnxruntime",)
 

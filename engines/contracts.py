@@ -5,7 +5,7 @@ K = min(33, V), H key/value heads, D head_dim):
 
 | input | dtype, shape | meaning |
 | --- | --- | --- |
-| input_ids | int64 [R, S, Q] | tokens of every segment; Q is the block width, or a multiple of it for prefill |
+| input_ids | int64 [R, S, Q] | tokens of every segment; Q is the block width, for prefill a multiple of it |
 | position_base | int64 [R, S] | absolute position of a segment's first token |
 | parent | int64 [R, S] | a segment of the same request that is attended to as well; -1 for none |
 | own_mask | float32 [Q, Q] | additive mask inside a segment: zeros, or block-causal for prefill |
@@ -33,7 +33,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 
 from spot_deploy.engines.errors import SpotDeployError

@@ -1,4 +1,4 @@
-"""The engine record: what was built for one backend and machine, and what was seen of it. `engines/BACKEND/engine.json`.
+"""The engine record, `engines/BACKEND/engine.json`: what was built for one backend and machine, and what was seen.
 
 ONNX Runtime needs no build of its own; its "engine" is this record: layout, threads, versions, and the result of the
 invariance probe that decides whether speculation is strictly exact.

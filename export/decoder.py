@@ -111,9 +111,7 @@ class Layer(nn.Module):
         if spec.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        q, k, v = (
-            t.reshape(segments, -1, t.shape[1], spec.head_dim).transpose(1, 2) for t in (q, k, v)
-        )
+        q, k, v = (t.reshape(segments, -1, t.shape[1], spec.head_dim).transpose(1, 2) for t in (q, k, v))
         context = attend(index, q, k, v).transpose(1, 2).reshape(x.shape[0], -1)
         x = x + self.o(context)
         h = self.post_norm(x)
@@ -139,9 +137,7 @@ class Decoder(nn.Module):
         with torch.device("meta"):
             return [(name, tuple(p.shape)) for name, p in Decoder(spec).named_parameters()]
 
-    def forward(
-        self, ids: Tensor, positions: Tensor, attend: Attend
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Run the layers.
 
         Args:

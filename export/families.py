@@ -1,7 +1,7 @@
 """Checkpoint families: from a published config and tensor names to the one decoder.
 
-Facts and sources: SDAR is Qwen3 under another class name (JetAstra/SDAR, training/model; logits equal to the native class
-to the last bit); LLaDA is Llama with OLMo's names (ML-GSAI/LLaDA). No remote code is ever loaded.
+Facts and sources: SDAR is Qwen3 under another class name (JetAstra/SDAR, training/model; logits equal to the native
+class to the last bit); LLaDA is Llama with OLMo's names (ML-GSAI/LLaDA). No remote code is ever loaded.
 """
 
 from __future__ import annotations
@@ -89,22 +89,23 @@ def _qwen3_spec(config: Config) -> DecoderSpec:
 def _native_qwen3(config: Config, spec: DecoderSpec) -> PreTrainedModel:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    native = Qwen3Config(
-        vocab_size=spec.vocab,
-        hidden_size=spec.hidden,
-        intermediate_size=spec.intermediate,
-        num_hidden_layers=spec.layers,
-        num_attention_heads=spec.heads,
-        num_key_value_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        rms_norm_eps=spec.norm_eps,
-        rope_theta=spec.rope_theta,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
-        tie_word_embeddings=spec.tied_head,
-        max_position_embeddings=config["max_position_embeddings"],
-        attn_implementation="eager",
-    )
-    return Qwen3ForCausalLM(native)
+    # The class builds its fields by decorators that type checkers do not follow.
+    settings: dict[str, Any] = {
+        "vocab_size": spec.vocab,
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.intermediate,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+        "tie_word_embeddings": spec.tied_head,
+        "max_position_embeddings": config["max_position_embeddings"],
+        "attn_implementation": "eager",
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**settings))
 
 
 def qwen3_tensor_names(spec: DecoderSpec) -> dict[str, str]:

@@ -6,7 +6,6 @@ drives every target. 3 pre-norm encoder layers, d 128, 8 heads, feed-forward 512
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch

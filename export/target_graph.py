@@ -99,6 +99,7 @@ class TargetGraph(nn.Module):
         super().__init__()
         self.decoder = decoder
         self.layout, self.raw_confidence = layout, raw_confidence
+        self.ban: Tensor
         self.register_buffer("ban", torch.where(banned, -math.inf, 0.0), persistent=False)
 
     def forward(

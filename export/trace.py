@@ -44,9 +44,7 @@ def trace_target(graph: TargetGraph, shape: TargetShape, block_width: int) -> on
     """Trace the target graph with every symbol of the contract free."""
     signature = shape.signature()
     requests, segments, length, prefix = 2, 3, block_width, 2 * block_width
-    past = [
-        torch.zeros(requests, shape.kv_heads, prefix, shape.head_dim) for _ in range(2 * shape.layers)
-    ]
+    past = [torch.zeros(requests, shape.kv_heads, prefix, shape.head_dim) for _ in range(2 * shape.layers)]
     example: dict[str, Any] = {
         "input_ids": torch.zeros(requests, segments, length, dtype=torch.int64),
         "position_base": torch.zeros(requests, segments, dtype=torch.int64),
@@ -101,7 +99,11 @@ def _trace(
     assert program is not None
     model = program.model
     seen = [
-        (str(v.name), str(v.dtype).lower().replace("float", "float32"), tuple(d if isinstance(d, int) else str(d) for d in v.shape or ()))
+        (
+            str(v.name),
+            str(v.dtype).lower().replace("float", "float32"),
+            tuple(d if isinstance(d, int) else str(d) for d in v.shape or ()),
+        )
         for v in [*model.graph.inputs, *model.graph.outputs]
     ]
     signature.require(seen, "traced")
@@ -139,7 +141,7 @@ def save_graph(
                 offset=offset,
                 length=length,
                 dtype=value.const_value.dtype,
-                shape=value.const_value.shape,
+                shape=onnx_ir.Shape(value.const_value.shape.numpy()),
                 name=name,
                 base_dir=path.parent,
             )

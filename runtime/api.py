@@ -176,7 +176,7 @@ class Runtime:
         elif prompt and isinstance(prompt[0], dict):
             ids = self.text.encode_chat(prompt)  # type: ignore[arg-type]
         else:
-            ids = [int(i) for i in prompt]  # type: ignore[call-overload]
+            ids = [int(i) for i in prompt]  # type: ignore[arg-type]
         bad = [i for i in ids if not 0 <= i < self.decoding.shape.vocab or i == self.decoding.mask_id]
         if bad:
             raise usage_error(
@@ -278,7 +278,12 @@ class Runtime:
         return self._events(target, ids, options, drafter, observe)
 
     def _events(
-        self, target: RequestTarget, ids: Array, options: DecodeOptions, drafter: Drafter | None, observe: Observer | None
+        self,
+        target: RequestTarget,
+        ids: Array,
+        options: DecodeOptions,
+        drafter: Drafter | None,
+        observe: Observer | None,
     ) -> Iterator[Event]:
         began = time.perf_counter()
         decoding, budget, figures = self.decoding, options.budget or 0, Figures()

@@ -86,7 +86,9 @@ class DecodeOptions:
         bad = [text for text, right in checks.items() if not right]
         if bad:
             seen = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name in " ".join(bad))
-            raise usage_error("options", "some options are out of range", seen=seen, wanted="; ".join(bad), fix="mend them")
+            raise usage_error(
+                "options", "some options are out of range", seen=seen, wanted="; ".join(bad), fix="mend them"
+            )
 
     @property
     def exact(self) -> bool:
@@ -104,8 +106,8 @@ class Figures:
         accepted: drafted states that were accepted; `accepted_per_round` by drafted round.
         rounds: passes that verified a root and its drafts (all but the openings).
         drafted: states drafted.
-        rejections: why drafted rounds ended: `position` (the true position was not drafted there), `token` (the position
-            was, its token not), `budget` (nothing was drafted after the last accepted state), `edge` (the block was full).
+        rejections: why drafted rounds ended: `position` (the true position was not drafted there), `token` (it was, its
+            token not), `budget` (nothing was drafted after the last accepted state), `edge` (the block was full).
         phases: seconds by phase: prefill, target, draft, verify.
     """
 
@@ -117,8 +119,12 @@ class Figures:
     rounds: int = 0
     drafted: int = 0
     accepted_per_round: list[int] = field(default_factory=list)
-    rejections: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("position", "token", "budget", "edge"), 0))
-    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prefill", "target", "draft", "verify"), 0.0))
+    rejections: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("position", "token", "budget", "edge"), 0)
+    )
+    phases: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("prefill", "target", "draft", "verify"), 0.0)
+    )
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

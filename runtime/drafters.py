@@ -153,5 +153,3 @@ class OracleDrafter:
             path = (*path, true if known else Commit(true.position, int(ranked[0])))
             nodes.append(Node(len(nodes) - 1, path, 1.0))
         return nodes
-
-

@@ -1,8 +1,8 @@
 """Addressed Gumbel noise: Philox 4x32-10 at (block, commits, position, token), never drawn in sequence (DESIGN 3).
 
-One value has the same bits whatever subset is asked for and in whatever order, which is what makes a drafted state equal
-the state that draft-free decoding reaches. Source of the generator: Salmon et al. 2011, "Parallel Random Numbers: As Easy
-as 1, 2, 3" (Random123); checked against its known-answer vectors in the tests.
+One value has the same bits whatever subset is asked for and in whatever order, which is what makes a drafted state
+equal the state that draft-free decoding reaches. Source of the generator: Salmon et al. 2011, "Parallel Random Numbers:
+As Easy as 1, 2, 3" (Random123); checked against its known-answer vectors in the tests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Noise:
         folded = philox4x32((sample, 0, 0, 0), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
         self._key = (int(folded[0]), int(folded[1]))
 
-    def gumbel(self, block: int, commits: int, positions: Array, tokens: Array, *, level: int = 0) -> Array:
+    def gumbel(self, block: int, commits: int, positions: Array | np.int64, tokens: Array, *, level: int = 0) -> Array:
         """Standard Gumbel values, float32, of the broadcast shape of `positions` and `tokens`.
 
         Args:

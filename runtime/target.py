@@ -17,8 +17,8 @@ MASKED = np.float32(-1e30)
 class PrefixCache:
     """Keys and values of the finished blocks of one request, written in place.
 
-    Each layer's buffers have exactly the size of a bucket, which depends on the request's own block index alone, so that
-    draft-free decoding and speculation run the same shapes (traps: a growing view is copied by the backends).
+    Each layer's buffers have exactly the size of a bucket, which depends on the request's own block index alone, so
+    that draft-free decoding and speculation run the same shapes (traps: a growing view is copied by the backends).
     """
 
     def __init__(self, decoding: Decoding):
@@ -32,9 +32,7 @@ class PrefixCache:
         if self.past and self.past[0].shape[2] == bucket:
             return
         old = self.past
-        self.past = [
-            np.zeros((1, shape.kv_heads, bucket, shape.head_dim), np.float32) for _ in range(2 * shape.layers)
-        ]
+        self.past = [np.zeros((1, shape.kv_heads, bucket, shape.head_dim), np.float32) for _ in range(2 * shape.layers)]
         for before, now in zip(old, self.past, strict=False):
             now[:, :, : self.length] = before[:, :, : self.length]
 

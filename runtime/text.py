@@ -120,7 +120,9 @@ class Text:
         """
         golden = read_json(folder / GOLDEN, code="golden", fix="export the bundle again")
         cases = [("text", case["text"], self.encode(case["text"]), case["ids"]) for case in golden["encodings"]]
-        cases += [("chat", case["messages"], self.encode_chat(case["messages"]), case["ids"]) for case in golden["chats"]]
+        cases += [
+            ("chat", case["messages"], self.encode_chat(case["messages"]), case["ids"]) for case in golden["chats"]
+        ]
         for kind, source, seen, wanted in cases:
             if seen != wanted:
                 raise SpotDeployError(
@@ -146,7 +148,9 @@ class Detokenizer:
             whole = whole.rstrip("\ufffd")
         if not whole.startswith(self.emitted):
             if final:
-                raise RuntimeError("decoding more tokens changed earlier text; the tokenizer's decoder is not incremental")
+                raise RuntimeError(
+                    "decoding more tokens changed earlier text; the tokenizer's decoder is not incremental"
+                )
             return ""
         piece = whole[len(self.emitted) :]
         self.emitted = whole

@@ -18,7 +18,8 @@ from pathlib import Path
 BOILERPLATE = (
     " Give the result as your final answer. Do not include units.",
     " Provide only the decrypted text as your final answer.",
-    "Solve the following problem.\n\nProvide you answer as a comma-separated list of words with a space after the comma.\n\n",
+    "Solve the following problem.\n\n"
+    "Provide you answer as a comma-separated list of words with a space after the comma.\n\n",
 )
 # kind -> (share of the examples, reasoning-gym options)
 GENERATED = {
@@ -52,9 +53,7 @@ def stories(data: Path) -> list[dict[str, str]]:
             sentences = json.loads(line)["text"].replace("\n", " ").replace('."', '".').split(". ")
             if len(sentences) > 3:
                 answer = ". ".join(sentences[1:7]).rstrip(".") + "."
-                found.append(
-                    {"kind": "story", "prompt": f"Go on with this story: {sentences[0]}.", "answer": answer}
-                )
+                found.append({"kind": "story", "prompt": f"Go on with this story: {sentences[0]}.", "answer": answer})
     return found
 
 

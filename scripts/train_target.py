@@ -68,10 +68,7 @@ class Corpus:
 def tokenise(items: list[dict[str, str]], tokenizer: Tokenizer, width: int, limit: int) -> Corpus:
     """Chat-format the examples; drop those over `limit` tokens."""
     prompts = tokenizer.encode_batch(
-        [
-            f"{TURN_START}user\n{i['prompt']}{TURN_END}\n{TURN_START}assistant\n"
-            for i in items
-        ]
+        [f"{TURN_START}user\n{i['prompt']}{TURN_END}\n{TURN_START}assistant\n" for i in items]
     )
     answers = tokenizer.encode_batch([i["answer"] + TURN_END for i in items])
     end = tokenizer.token_to_id(END_OF_TEXT)
@@ -160,7 +157,7 @@ def write_checkpoint(folder: Path, model: Decoder, tokenizer: Tokenizer, args: a
     """Write config, weights (bfloat16) and tokenizer as an ordinary Hugging Face folder."""
     folder.mkdir(parents=True, exist_ok=True)
     spec, full = model.spec, args.attention == "full"
-    ids = {name: tokenizer.token_to_id(t) for name, t in dict(end=END_OF_TEXT, turn=TURN_END, mask=MASK).items()}
+    ids = {name: tokenizer.token_to_id(t) for name, t in {"end": END_OF_TEXT, "turn": TURN_END, "mask": MASK}.items()}
     common = {
         "vocab_size": spec.vocab,
         "rms_norm_eps": spec.norm_eps,

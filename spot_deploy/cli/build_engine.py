@@ -24,7 +24,7 @@ from spot_deploy.cli.common import backend_option, bundle_argument, emit, json_o
 @click.option("--force", is_flag=True, help="Build even if the engine is up to date.")
 @json_option
 def command(bundle: Path, backend: str, layout: str, threads: int | None, force: bool, as_json: bool) -> None:
-    """Make BUNDLE's engine: probe whether states depend on their batch mates, replay the golden traces, record both."""
+    """Make BUNDLE's engine: probe whether states depend on batch mates, replay the golden traces, record both."""
     from spot_deploy.building import build_engine
 
     with spinner(f"probing {backend}"):

@@ -25,7 +25,7 @@ backend_option = click.option(
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
 
 
-class Integers(click.ParamType):
+class Integers(click.ParamType[tuple[int, ...]]):
     """Comma-separated whole numbers."""
 
     name = "N,N,..."
@@ -39,7 +39,7 @@ class Integers(click.ParamType):
             self.fail(f"{value!r} is no list of whole numbers such as 0,3,8", param, ctx)
 
 
-class Numbers(click.ParamType):
+class Numbers(click.ParamType[tuple[float, ...]]):
     """Comma-separated numbers."""
 
     name = "X,X,..."

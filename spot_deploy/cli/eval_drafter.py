@@ -12,7 +12,9 @@ from spot_deploy.cli.common import Integers, backend_option, bundle_argument, em
 
 @click.command("eval-drafter")
 @bundle_argument
-@click.option("--prompts", type=click.Path(path_type=Path), required=True, help='JSON lines {"prompt": ..., "kind": ...}.')
+@click.option(
+    "--prompts", type=click.Path(path_type=Path), required=True, help='JSON lines {"prompt": ..., "kind": ...}.'
+)
 @click.option("--chat", is_flag=True, help="Put the prompts into the target's chat template.")
 @click.option("--budgets", type=Integers(), default="0,3,8,20", show_default=True)
 @click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True)

@@ -29,7 +29,7 @@ def command(bundle: Path, as_json: bool) -> None:
     decoding, speculation, source = manifest.decoding, manifest.speculation, manifest.source
     lines = {
         "bundle": f"{manifest.bundle_id[:16]}  ({manifest.created_by}, {manifest.created_at})",
-        "target": f"{source['family']}  {source['checkpoint']}  {manifest.precision}, vocabulary {decoding.shape.vocab}",
+        "target": f"{source['family']} {source['checkpoint']}, {manifest.precision}, vocabulary {decoding.shape.vocab}",
         "block": f"{decoding.block_width} positions, confidence {decoding.confidence}",
         "capacity": f"{decoding.max_positions} positions, prefix buckets {', '.join(map(str, decoding.buckets))}",
         "tokens": f"mask {decoding.mask_id}, stop {', '.join(map(str, decoding.stop_ids))}, bos {decoding.bos_id}",
@@ -50,8 +50,8 @@ def command(bundle: Path, as_json: bool) -> None:
             for tensor in entry["signature"][kind]:
                 click.echo(f"    {kind[:-1]:7}{tensor['name']:16}{tensor['dtype']:8} {tensor['shape']}")
     click.echo("files")
-    for entry in manifest.files:
-        click.echo(f"  {entry.bytes:>12,}  {entry.sha256[:16]}  {entry.path}")
+    for file in manifest.files:
+        click.echo(f"  {file.bytes:>12,}  {file.sha256[:16]}  {file.path}")
     for name, record in engines.items():
         exact = "strictly exact" if record["probe"]["strict"] else "not bit-exact"
         click.echo(f"engine    {name}: {record['layout']}, {record['threads']} threads, {exact}, {record['versions']}")

@@ -12,7 +12,9 @@ from spot_deploy.engines.errors import usage_error
 
 @click.command("record")
 @bundle_argument
-@click.option("--prompts", type=click.Path(path_type=Path), required=True, help='JSON lines {"prompt": ..., "kind": ...}.')
+@click.option(
+    "--prompts", type=click.Path(path_type=Path), required=True, help='JSON lines {"prompt": ..., "kind": ...}.'
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of records.")
 @click.option("--chat", is_flag=True, help="Put the prompts into the target's chat template.")
 @click.option("--temperatures", type=Numbers(), default="0,1", show_default=True, help="Taken in turn.")

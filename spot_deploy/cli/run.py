@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 @bundle_argument
 @click.option("--prompt", required=True, metavar="TEXT|-", help="The prompt; - reads standard input.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the target's chat template as the user's turn.")
-@click.option("--budget", type=click.IntRange(0, 256), help="Drafted states per pass; 0 is draft-free. [bundle's default]")
+@click.option(
+    "--budget", type=click.IntRange(0, 256), help="Drafted states per pass; 0 is draft-free. [bundle's default]"
+)
 @click.option("--gamma", type=click.FloatRange(0), help="Mass floor: drop drafts of less mass. [bundle's default]")
 @click.option("--tau", type=click.FloatRange(0.01, 100), help="Temperature of the order model. [bundle's default]")
 @click.option("--hedge-gate", type=click.FloatRange(0, 1), help="Draft a second token below this stale probability.")
-@click.option("--hedge-weights", type=click.Choice(("normalised", "raw", "none")), help="Mass of first and second token.")
+@click.option(
+    "--hedge-weights", type=click.Choice(("normalised", "raw", "none")), help="Mass of first and second token."
+)
 @click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="0: largest logit.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Addresses the noise.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True, help="Length, in tokens.")

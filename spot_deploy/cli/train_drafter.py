@@ -37,6 +37,6 @@ def command(records: tuple[Path, ...], output: Path, init: Path | None, as_json:
         return
     for depth, row in result.items():
         click.echo(
-            f"depth {depth:>2}: next-commit accuracy {row['model']:.3f}, by stale confidence {row['stale_confidence']:.3f} "
-            f"({row['examples']} examples)"
+            f"depth {depth:>2}: next-commit accuracy {row['model']:.3f}, "
+            f"by stale confidence {row['stale_confidence']:.3f} ({row['examples']} examples)"
         )

@@ -86,7 +86,10 @@ def validation_set(records: Records, blocks: Array, per_depth: int = 400) -> dic
     found: dict[int, list[Example]] = {}
     for depth in DEPTHS:
         anchors = [
-            Example(int(b), s, depth) for b in blocks for s in records.steps(int(b)) if s + depth < records.steps(int(b)).stop
+            Example(int(b), s, depth)
+            for b in blocks
+            for s in records.steps(int(b))
+            if s + depth < records.steps(int(b)).stop
         ]
         if anchors:
             picked = rng.permutation(len(anchors))[:per_depth]
@@ -151,7 +154,7 @@ def train(
             group["lr"] = rate
         loss = F.nll_loss(scores(model.train(), inputs), torch.from_numpy(labels))
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         step += 1
@@ -165,11 +168,13 @@ def train(
                 "learning_rate": options.learning_rate,
                 "seed": options.seed,
                 "training_blocks": len(blocks),
-                "training_passes": int(len(records.arrays["position"])),
+                "training_passes": len(records.arrays["position"]),
                 "loss": round(float(np.mean(losses[-options.save_every :])), 4),
                 "accuracy_by_depth": result,
             }
             save_order_model(model, output, note | (card or {}))
         mean = np.mean(losses[-50:])
-        progress(step, f"loss {mean:.3f}" + (f", accuracy {result['1']['model']:.3f} at depth 1" if "1" in result else ""))
+        progress(
+            step, f"loss {mean:.3f}" + (f", accuracy {result['1']['model']:.3f} at depth 1" if "1" in result else "")
+        )
     return result

@@ -1,7 +1,7 @@
 """Passes that a drafter would need, from a draft-free trajectory: no target pass is run again.
 
-Exactness makes this the real number: whatever is drafted, decoding follows the draft-free trajectory of the same seed, so
-which drafts are accepted is a matter of comparing with it (a test decodes for real and compares).
+Exactness makes this the real number: whatever is drafted, decoding follows the draft-free trajectory of the same seed,
+so which drafts are accepted is a matter of comparing with it (a test decodes for real and compares).
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def test_packed_layout_is_built_and_its_probe_recorded(tiny_copy):
 
 
 def test_build_is_up_to_date_the_second_time(tiny_copy):
-    record, built = build_engine(tiny_copy, backend="onnxruntime", threads=1)
+    _, built = build_engine(tiny_copy, backend="onnxruntime", threads=1)
     assert not built
     assert build_engine(tiny_copy, backend="onnxruntime", threads=2)[1]
     assert build_engine(tiny_copy, backend="onnxruntime", threads=2, force=True)[1]

@@ -1,4 +1,4 @@
-"""Export: parity gates that can fail, bundles that appear whole or not at all, checkpoints of every shape refused or taken."""
+"""Export: parity gates that can fail, bundles that appear whole or not at all, checkpoints refused or taken."""
 
 from __future__ import annotations
 
@@ -233,7 +233,9 @@ def test_signatures_cover_the_contract():
     assert [t.name for t in order_signature(8).inputs] == ["features", "state_id", "depth", "masked"]
 
 
-@pytest.mark.parametrize("bad", [{"budgets": (3, 8)}, {"budgets": (0, 8, 3)}, {"budget": 7}, {"parity": "some"}], ids=str)
+@pytest.mark.parametrize(
+    "bad", [{"budgets": (3, 8)}, {"budgets": (0, 8, 3)}, {"budget": 7}, {"parity": "some"}], ids=str
+)
 def test_export_options_out_of_range(bad):
     with pytest.raises(SpotDeployError) as caught:
         ExportOptions(**bad)

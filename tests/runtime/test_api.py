@@ -100,7 +100,8 @@ def test_decodes_with_torch_transformers_and_onnx_blocked(tiny_bundle):
     body = f"""
 from spot_deploy import Runtime
 with Runtime.load({str(tiny_bundle)!r}) as runtime:
-    result = runtime.generate([{{"role": "user", "content": "the cat"}}], temperature=1.0, max_new_tokens=20, ignore_eos=True)
+    chat = [{{"role": "user", "content": "the cat"}}]
+    result = runtime.generate(chat, temperature=1.0, max_new_tokens=20, ignore_eos=True)
 print(len(result.token_ids), result.accepted >= 0)
 """
     names = {"torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "hypothesis"}

@@ -36,7 +36,14 @@ def test_manifest_survives_a_round_trip(tiny_bundle):
     assert open_bundle(tiny_bundle).manifest == manifest
 
 
-FILES = ["weights.safetensors", "target-split.onnx", "target-packed.onnx", "order.onnx", "tokenizer.json", "golden.json"]
+FILES = [
+    "weights.safetensors",
+    "target-split.onnx",
+    "target-packed.onnx",
+    "order.onnx",
+    "tokenizer.json",
+    "golden.json",
+]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -135,7 +142,7 @@ def test_manifest_that_contradicts_itself(tiny_copy, change):
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damaged_manifest_value_is_an_error_or_harmless(tiny_bundle, tmp_path_factory, data):
-    """Whatever single value is replaced, loading raises our error or gives the same decoding; never another exception."""
+    """Whatever single value is replaced, reading raises our error or gives a valid manifest; no other exception."""
     document = json.loads((tiny_bundle / "manifest.json").read_text())
     decoding = read_manifest(tiny_bundle).decoding
     node, path = document, []
@@ -149,12 +156,11 @@ def test_any_damaged_manifest_value_is_an_error_or_harmless(tiny_bundle, tmp_pat
     (folder / "manifest.json").write_text(json.dumps(document))
     try:
         manifest = read_manifest(folder)
-    except SpotDeployError as error:
-        assert error.fix
-    else:
-        assert isinstance(manifest.decoding, Decoding)
-        if path[0][1] not in ("decoding",):
-            assert manifest.decoding == decoding
+    except SpotDeployError:
+        return
+    assert isinstance(manifest.decoding, Decoding)
+    if path[0][1] != "decoding":
+        assert manifest.decoding == decoding
 
 
 def test_other_things_that_are_no_bundle(tmp_path, tiny_checkpoint):

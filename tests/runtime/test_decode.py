@@ -20,7 +20,7 @@ DEMO = Path(__file__).parents[2] / "demo" / "target"
 
 
 class Babble:
-    """A drafter of arbitrary trees, equal states and wrong tokens among them: exactness must not depend on the drafter."""
+    """A drafter of arbitrary trees, equal states and wrong tokens among them: exactness must not depend on it."""
 
     def __init__(self, vocab, seed):
         self.rng, self.vocab = np.random.default_rng(seed), vocab
@@ -162,7 +162,9 @@ def test_onnxruntime_equals_draft_free(temperature, sequential, tiny_runtime):
 def test_demo_on_onnxruntime_equals_draft_free(temperature, demo_runtime):
     assert demo_runtime.exact_engine
     accepted = 0
-    for seed, words in enumerate(("A cup holds 3 spoons of tea. How many do 4 cups hold?", "Go on with this story: Ben")):
+    for seed, words in enumerate(
+        ("A cup holds 3 spoons of tea. How many do 4 cups hold?", "Go on with this story: Ben")
+    ):
         prompt = [{"role": "user", "content": words}]
         options = DecodeOptions(temperature=temperature, seed=seed, max_new_tokens=100, ignore_eos=True)
         control, trajectory = trajectory_of(demo_runtime, prompt, options)
@@ -246,7 +248,7 @@ def test_replay_counts_the_passes_of_real_decoding(temperature, tiny_runtime):
     from spot_deploy.runtime.noise import Noise
 
     options = DecodeOptions(temperature=temperature, seed=5, max_new_tokens=40, ignore_eos=True)
-    control, trajectory = trajectory_of(tiny_runtime, [5, 6, 7], options)
+    _, trajectory = trajectory_of(tiny_runtime, [5, 6, 7], options)
     noise = Noise(5) if temperature else None
     drafters = {"spot": SpotDrafter(tiny_runtime.order_model)}
     drafters |= {f"oracle {top}": OracleDrafter(trajectory.lookup, top) for top in (None, 2, 32)}

@@ -50,7 +50,7 @@ def brute_force(logits, temperature, width, noise, state, raw):
             token = int(row.argmax())
         confidence = row if raw else scaled
         best.append((confidence[token] - log_sum_exp(np.delete(confidence, token)[None])[0], -m, int(token)))
-    odds, negative, token = max(best)
+    _odds, negative, token = max(best)
     return -negative, token
 
 
@@ -150,7 +150,7 @@ def test_law_of_whole_blocks_under_speculation(temperature):
             law[tuple(tokens)] = law.get(tuple(tokens), 0) + probability
             return
         commits = commit_law(target.logits(prompt, tokens)[masked], temperature, False)
-        for i, v in zip(*np.nonzero(commits)):
+        for i, v in zip(*np.nonzero(commits), strict=False):
             after = tokens.copy()
             after[masked[i]] = v
             walk(after, probability * commits[i, v])

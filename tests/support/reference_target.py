@@ -1,4 +1,4 @@
-"""The target in NumPy, float64, every state alone: the reference of rung 1, written apart from the product's decoder."""
+"""The target in NumPy, float64, every state alone: the reference of rung 1, written apart from the decoder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ class ReferenceTarget:
                 return y * np.cos(angle) + turned * np.sin(angle)
 
             groups = c["num_attention_heads"] // c["num_key_value_heads"]
-            q, k, v = (project(a, c[n]) for a, n in zip("qkv", ["num_attention_heads"] + ["num_key_value_heads"] * 2))
+            q, k, v = (
+                project(a, c[n])
+                for a, n in zip("qkv", ["num_attention_heads"] + ["num_key_value_heads"] * 2, strict=False)
+            )
             kept.append((k, v))
             keys = np.repeat(np.concatenate((past[i][0], k), 1), groups, 0)
             values = np.repeat(np.concatenate((past[i][1], v), 1), groups, 0)
@@ -77,7 +80,8 @@ class ReferenceTarget:
             parent = int(inputs.parent[0, s])
             if parent >= 0:
                 past = [
-                    tuple(np.concatenate((a, b), 1) for a, b in zip(x, y)) for x, y in zip(stored, kept[parent])
+                    tuple(np.concatenate((a, b), 1) for a, b in zip(x, y, strict=False))
+                    for x, y in zip(stored, kept[parent], strict=False)
                 ]
             positions = int(inputs.position_base[0, s]) + np.arange(length)
             h, pairs = self.forward(tokens, positions, past, None, inputs.own_mask)

@@ -20,18 +20,18 @@ def write_tiny_checkpoint(folder, *, tied=False, shards=False, seed=0):
     """Random weights, drawn wide so that distributions are peaked. Ids 300..319 are unknown to the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
-    sizes = dict(
-        vocab_size=320,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        rms_norm_eps=1e-6,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-    )
+    sizes = {
+        "vocab_size": 320,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+    }
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}))
     with torch.no_grad():
         for name, p in model.named_parameters():
