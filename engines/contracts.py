@@ -17,7 +17,7 @@ K = min(33, V), H key/value heads, D head_dim):
 
 | output | dtype, shape | meaning |
 | --- | --- | --- |
-| top_logits, top_ids | float32, int64 [M, K] | the K largest logits, falling, before the temperature; banned ids are -inf |
+| top_logits, top_ids | float32, int64 [M, K] | the K largest logits, falling, not divided by T; banned ids are -inf |
 | rest_lse | float32 [M] | log-sum-exp of logits / T over all other ids; -inf if there are none |
 | rest_lse_raw | float32 [M] | the same at T = 1 (only where confidence is raw) |
 | logits | float32 [M, V] | full rows, before the temperature |

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from spot_deploy.cli.common import backend_option, bundle_argument, emit, json_option, spinner
+from spot_deploy.engines.contracts import LAYOUTS
 
 
 @click.command("build-engine")
@@ -15,8 +16,8 @@ from spot_deploy.cli.common import backend_option, bundle_argument, emit, json_o
 @backend_option
 @click.option(
     "--layout",
-    type=click.Choice(("split", "packed")),
-    default="split",
+    type=click.Choice(LAYOUTS),
+    default=LAYOUTS[0],
     show_default=True,
     help="Attention layout: split is bit-exact in its batch mates.",
 )
@@ -34,7 +35,7 @@ def command(bundle: Path, backend: str, layout: str, threads: int | None, force:
         return
     verdict = "strictly exact" if record.exact else f"not bit-exact (logits up to {record.probe['max_abs']:.2g} apart)"
     click.echo(
-        f"{backend}, {record.layout}, {record.threads} threads: {verdict} in {record.probe['comparisons']} comparisons, "
+        f"{backend}, {record.layout}, {record.threads} threads: {verdict}, {record.probe['comparisons']} comparisons; "
         f"{record.smoke['commits']} golden commits equal" + ("" if built else " (up to date)"),
         err=True,
     )

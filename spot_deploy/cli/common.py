@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spot_deploy.engines.backends import BACKENDS
 from spot_deploy.engines.errors import usage_error
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-BACKENDS = ("onnxruntime",)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 backend_option = click.option(

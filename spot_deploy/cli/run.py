@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spot_deploy.cli.common import backend_option, bundle_argument, emit, json_option, read_prompt, stderr_console
+from spot_deploy.runtime.decode import HEDGE_WEIGHTS, MAX_BUDGET, VERIFIERS, DecodeOptions
 
 if TYPE_CHECKING:
     from spot_deploy.runtime.api import Result, Runtime
@@ -20,22 +21,20 @@ if TYPE_CHECKING:
 @click.option("--prompt", required=True, metavar="TEXT|-", help="The prompt; - reads standard input.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the target's chat template as the user's turn.")
 @click.option(
-    "--budget", type=click.IntRange(0, 256), help="Drafted states per pass; 0 is draft-free. [bundle's default]"
+    "--budget", type=click.IntRange(0, MAX_BUDGET), help="Drafted states per pass; 0 is draft-free. [bundle's default]"
 )
 @click.option("--gamma", type=click.FloatRange(0), help="Mass floor: drop drafts of less mass. [bundle's default]")
 @click.option("--tau", type=click.FloatRange(0.01, 100), help="Temperature of the order model. [bundle's default]")
 @click.option("--hedge-gate", type=click.FloatRange(0, 1), help="Draft a second token below this stale probability.")
-@click.option(
-    "--hedge-weights", type=click.Choice(("normalised", "raw", "none")), help="Mass of first and second token."
-)
+@click.option("--hedge-weights", type=click.Choice(HEDGE_WEIGHTS), help="Mass of first and second token.")
 @click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="0: largest logit.")
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Addresses the noise.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True, help="Length, in tokens.")
 @click.option("--ignore-eos", is_flag=True, help="Generate the full length, past stop tokens.")
 @click.option(
     "--verifier",
-    type=click.Choice(("coupled", "uncoupled", "greedy")),
-    default="coupled",
+    type=click.Choice(VERIFIERS),
+    default=VERIFIERS[0],
     show_default=True,
     help="greedy is not exact above temperature 0.",
 )
@@ -60,7 +59,6 @@ def command(
 ) -> None:
     """Decode a prompt with BUNDLE. Text on stdout, figures on stderr."""
     from spot_deploy.runtime.api import Runtime
-    from spot_deploy.runtime.decode import DecodeOptions
 
     options = DecodeOptions(**choices)
     text = read_prompt(prompt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spot_deploy import SpotDeployError
@@ -80,20 +80,12 @@ def test_without_a_template_chat_says_so(tmp_path, tiny_bundle):
         Text(tmp_path).encode_chat([{"role": "user", "content": "x"}])
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(words=st.lists(st.sampled_from(["the", " cat", "é", "🙂", "東", "\n", "<|im_end|>"]), max_size=12))
-def test_settled_text_never_changes(words):
-    ids = TEXT.encode("".join(words))
-    detokenizer, pieces = Detokenizer(TEXT), []
+def test_settled_text_never_changes(text, words):
+    ids = text.encode("".join(words))
+    detokenizer, pieces = Detokenizer(text), []
     for n in range(len(ids) + 1):
         pieces.append(detokenizer.update(ids[:n]))
     pieces.append(detokenizer.update(ids, final=True))
-    assert "".join(pieces) == TEXT.decode(ids)
-
-
-TEXT = None
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _shared_text(text):
-    global TEXT
-    TEXT = text
+    assert "".join(pieces) == text.decode(ids)

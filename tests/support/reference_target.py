@@ -28,7 +28,7 @@ class ReferenceTarget:
     def norm(self, x, name):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.config["rms_norm_eps"]) * self.w[name]
 
-    def forward(self, ids, positions, past, past_positions, own_mask):
+    def forward(self, ids, positions, past, own_mask):
         """Hidden states [Q, hidden] and new (k, v) per layer [heads, Q, d]; past as the same pairs."""
         c, d = self.config, self.config["head_dim"]
         x = self.w["model.embed_tokens.weight"][ids]
@@ -48,10 +48,8 @@ class ReferenceTarget:
                 return y * np.cos(angle) + turned * np.sin(angle)
 
             groups = c["num_attention_heads"] // c["num_key_value_heads"]
-            q, k, v = (
-                project(a, c[n])
-                for a, n in zip("qkv", ["num_attention_heads"] + ["num_key_value_heads"] * 2, strict=False)
-            )
+            q = project("q", c["num_attention_heads"])
+            k, v = project("k", c["num_key_value_heads"]), project("v", c["num_key_value_heads"])
             kept.append((k, v))
             keys = np.repeat(np.concatenate((past[i][0], k), 1), groups, 0)
             values = np.repeat(np.concatenate((past[i][1], v), 1), groups, 0)
@@ -79,12 +77,11 @@ class ReferenceTarget:
             past = stored
             parent = int(inputs.parent[0, s])
             if parent >= 0:
-                past = [
-                    tuple(np.concatenate((a, b), 1) for a, b in zip(x, y, strict=False))
-                    for x, y in zip(stored, kept[parent], strict=False)
-                ]
+                past = []
+                for (past_k, past_v), (k, v) in zip(stored, kept[parent], strict=True):
+                    past.append((np.concatenate((past_k, k), 1), np.concatenate((past_v, v), 1)))
             positions = int(inputs.position_base[0, s]) + np.arange(length)
-            h, pairs = self.forward(tokens, positions, past, None, inputs.own_mask)
+            h, pairs = self.forward(tokens, positions, past, inputs.own_mask)
             hidden.append(h)
             kept.append(pairs)
         logits = (np.concatenate(hidden)[inputs.rows] @ self.w["lm_head.weight"].T).astype(np.float32)

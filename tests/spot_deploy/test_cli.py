@@ -1,0 +1,312 @@
+"""The command line: results on stdout, everything else on stderr, one clear error and the right exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from spot_deploy.cli.main import VERBS, main
+
+
+@pytest.fixture
+def spot(capsys, monkeypatch):
+    """Runs the command line in this process; returns code, out and err."""
+
+    def run(*arguments, stdin=b""):
+        monkeypatch.setattr(sys, "argv", ["spot-deploy", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(stdin)))
+        with pytest.raises(SystemExit) as caught:
+            main(list(map(str, arguments)))
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return SimpleNamespace(code=caught.value.code, out=out, err=err)
+
+    return run
+
+
+def python(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-P", *arguments], capture_output=True, text=True, timeout=120, check=False, **options
+    )
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_and_json(spot, verb):
+    result = spot(verb, "--help")
+    assert result.code == 0
+    assert "--json" in result.out
+
+
+def test_help_imports_nothing_heavy():
+    """What keeps `--help` fast."""
+    code = (
+        "import sys\nfrom spot_deploy.cli.main import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "print(sorted({m.split('.')[0] for m in sys.modules}), file=sys.stderr)"
+    )
+    done = python("-c", code)
+    assert "export" in done.stdout
+    heavy = {"numpy", "torch", "onnx", "onnxruntime", "transformers", "tokenizers", "jinja2", "rich", "safetensors"}
+    assert not heavy & set(re.findall(r"\w+", done.stderr))
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    done = python("-c", "import sys, spot_deploy; print(*sorted({m.split('.')[0] for m in sys.modules}))")
+    assert not {"numpy", "torch", "onnx", "onnxruntime", "transformers", "tokenizers"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("budget", [0, 3])
+def test_run_json(spot, tiny_bundle, budget):
+    result = spot("run", tiny_bundle, "--prompt", "the cat", "--budget", budget, "--max-new-tokens", 20, "--json")
+    assert result.code == 0
+    document = json.loads(result.out)
+    wanted = {
+        "text", "token_ids", "nfe", "prefill_forwards", "store_forwards", "commits", "accepted", "rounds", "seconds",
+        "budget", "gamma", "temperature", "seed", "verifier", "backend", "exact",
+    }  # fmt: skip
+    assert wanted <= set(document)
+    assert document["nfe"] + document["accepted"] == document["commits"]
+    assert document["budget"] == budget
+    assert document["exact"] is True
+
+
+def test_run_prints_text_on_stdout_and_figures_on_stderr(spot, tiny_bundle):
+    arguments = ("run", tiny_bundle, "--prompt", "the cat", "--max-new-tokens", 20, "--ignore-eos")
+    whole = spot(*arguments, "--no-stream")
+    streamed = spot(*arguments, "--stream")
+    document = json.loads(spot(*arguments, "--json").out)
+    assert whole.out == streamed.out == document["text"] + "\n"
+    assert "passes" in whole.err
+    assert "exact: yes" in whole.err
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_compare_shows_both_and_says_identical(spot, tiny_bundle, temperature):
+    arguments = ("run", tiny_bundle, "--prompt", "a dog", "--max-new-tokens", 24, "--compare", "--ignore-eos")
+    shown = spot(*arguments, "--temperature", temperature)
+    assert shown.code == 0
+    assert "draft-free" in shown.err
+    assert "SPOT D3" in shown.err
+    assert "the texts are identical" in shown.err
+    document = json.loads(spot(*arguments, "--temperature", temperature, "--json").out)
+    assert document["compare"]["identical"] is True
+    assert document["compare"]["nfe"] == document["compare"]["commits"] == document["commits"]
+
+
+def test_compare_fails_loudly_when_an_exact_mode_differs(spot, tiny_bundle, monkeypatch):
+    from spot_deploy.runtime import decode
+
+    real = decode._walk
+
+    def wrong(states, heads, noise, verifier, figures, observe):
+        accepted, end = real(states, heads, noise, verifier, figures, observe)
+        if len(states) > 1:
+            tokens = end.successor.tokens.copy()
+            tokens[end.commit.position] = (end.commit.token + 1) % 256
+            commit = decode.Commit(end.commit.position, int(tokens[end.commit.position]))
+            state = decode.State(end.state.block, tokens, end.state.mask_id, end.successor.commits)
+            end = decode.Verified(end.state, end.head, state, commit)
+        return accepted, end
+
+    monkeypatch.setattr(decode, "_walk", wrong)
+    result = spot("run", tiny_bundle, "--prompt", "a dog", "--max-new-tokens", 24, "--compare", "--ignore-eos")
+    assert result.code == 3
+    assert "not-lossless" in result.err
+
+
+def test_chat_and_stdin(spot, tiny_bundle):
+    typed = spot("run", tiny_bundle, "--prompt", "the cat", "--chat", "--max-new-tokens", 9, "--json")
+    piped = spot("run", tiny_bundle, "--prompt", "-", "--chat", "--max-new-tokens", 9, "--json", stdin=b"the cat")
+    plain = spot("run", tiny_bundle, "--prompt", "the cat", "--max-new-tokens", 9, "--json")
+    assert json.loads(typed.out)["token_ids"] == json.loads(piped.out)["token_ids"]
+    assert json.loads(typed.out)["prompt_tokens"] > json.loads(plain.out)["prompt_tokens"]
+
+
+USAGE = {
+    "no-verb": ["frobnicate"],
+    "no-prompt": ["run", "BUNDLE"],
+    "empty-prompt": ["run", "BUNDLE", "--prompt", ""],
+    "option": ["run", "BUNDLE", "--prompt", "x", "--bugdet", "3"],
+    "budget": ["run", "BUNDLE", "--prompt", "x", "--budget", "-1"],
+    "budget-word": ["run", "BUNDLE", "--prompt", "x", "--budget", "many"],
+    "gamma": ["run", "BUNDLE", "--prompt", "x", "--gamma", "-0.5"],
+    "temperature": ["run", "BUNDLE", "--prompt", "x", "--temperature", "-1"],
+    "temperature-nan": ["run", "BUNDLE", "--prompt", "x", "--temperature", "nan"],
+    "verifier": ["run", "BUNDLE", "--prompt", "x", "--verifier", "trust"],
+    "backend": ["run", "BUNDLE", "--prompt", "x", "--backend", "abacus"],
+    "seed": ["run", "BUNDLE", "--prompt", "x", "--seed", str(2**64)],
+    "capacity": ["run", "BUNDLE", "--prompt", "x" * 300],
+    "length": ["run", "BUNDLE", "--prompt", "x", "--max-new-tokens", "1000"],
+    "layout": ["build-engine", "BUNDLE", "--layout", "diagonal"],
+    "parity": ["export", "X", "-o", "Y", "--parity", "some"],
+    "budgets": ["export", "X", "-o", "Y", "--budgets", "3;8"],
+    "prompts-missing": ["record", "BUNDLE", "--prompts", "nothing.jsonl", "-o", "Z"],
+}
+
+
+@pytest.mark.parametrize("arguments", USAGE.values(), ids=USAGE.keys())
+def test_usage_errors(spot, tiny_bundle, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = spot(*[str(tiny_bundle) if a == "BUNDLE" else a for a in arguments])
+    assert result.code == 2
+    assert result.err.count("Error") == 1
+    assert result.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("data", [b"caf\xe9", b"\xff\xfe\x00", b"ok\xed\xa0\x80"], ids=["latin1", "utf16", "surrogate"])
+def test_stdin_that_is_not_utf8(spot, tiny_bundle, data):
+    result = spot("run", tiny_bundle, "--prompt", "-", stdin=data)
+    assert result.code == 2
+    assert "not UTF-8" in result.err
+    assert "offset" in result.err
+
+
+def test_empty_stdin(spot, tiny_bundle):
+    assert spot("run", tiny_bundle, "--prompt", "-", stdin=b"").code == 2
+
+
+def test_damaged_bundle_is_one_error(spot, tiny_copy):
+    path = tiny_copy / "weights.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    for verb in (["run", tiny_copy, "--prompt", "x"], ["inspect", tiny_copy], ["build-engine", tiny_copy]):
+        result = spot(*verb)
+        assert result.code == 1
+        assert "weights.safetensors has changed" in result.err
+        assert "fix:" in result.err
+        assert result.out == ""
+    shown = spot("inspect", tiny_copy, "--json")
+    assert json.loads(shown.out)["error"]["code"] == "bundle-file-changed"
+
+
+def test_inspect(spot, tiny_bundle):
+    shown = spot("inspect", tiny_bundle)
+    assert shown.code == 0
+    for part in ("sdar", "8 positions", "mask 299", "past_k.0", "order.onnx", "strictly exact"):
+        assert part in shown.out
+    document = json.loads(spot("inspect", tiny_bundle, "--json").out)
+    assert document["engines"]["onnxruntime"]["probe"]["strict"] is True
+
+
+def test_build_engine_says_up_to_date(spot, tiny_copy):
+    first = json.loads(spot("build-engine", tiny_copy, "--threads", 1, "--json").out)
+    forced = json.loads(spot("build-engine", tiny_copy, "--threads", 1, "--force", "--json").out)
+    assert (first["built"], forced["built"]) == (False, True)
+    assert forced["probe"]["strict"] is True
+
+
+def test_export_to_run_as_a_user_would(spot, tiny_checkpoint, random_order_model, tmp_path):
+    bundle = tmp_path / "b.spot"
+    made = spot("export", tiny_checkpoint, "--order-model", random_order_model, "-o", bundle, "--parity", "none")
+    assert made.code == 0, made.err
+    assert "engine" in spot("run", bundle, "--prompt", "x").err  # tells to build one
+    assert spot("build-engine", bundle, "--threads", 1).code == 0
+    assert spot("run", bundle, "--prompt", "x", "--max-new-tokens", 9).code == 0
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "code"), [("nothing", "checkpoint-missing"), ("BUNDLE", "checkpoint-missing")], ids=str
+)
+def test_export_of_what_is_no_checkpoint(spot, tiny_bundle, tmp_path, checkpoint, code):
+    source = tiny_bundle if checkpoint == "BUNDLE" else tmp_path / checkpoint
+    result = spot("export", source, "-o", tmp_path / "out.spot")
+    assert result.code == 1
+    assert code in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_record_train_eval(spot, tiny_bundle, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    words = ("the cat", "a dog ran", "one two three", "the big red house", "mat", "seven six")
+    lines = [json.dumps({"prompt": w, "kind": "even" if i % 2 else "odd"}) for i, w in enumerate(words * 4)]
+    prompts.write_text("\n".join(lines))
+    records = tmp_path / "records"
+    shared = ("--prompts", prompts, "--max-new-tokens", 16, "--json")
+    first = spot("record", tiny_bundle, "-o", records, *shared)
+    assert first.code == 0, first.err
+    assert json.loads(first.out)["passes_recorded_now"] > 100
+    shard = records / "shard-00001.safetensors"
+    content = shard.read_bytes()
+    shard.unlink()
+    again = json.loads(spot("record", tiny_bundle, "-o", records, *shared).out)
+    assert 0 < again["passes_recorded_now"] < json.loads(first.out)["passes_recorded_now"]
+    assert shard.read_bytes() == content
+    other = spot("record", tiny_bundle, "-o", records, *shared, "--seed", 9)
+    assert other.code == 1
+    assert "other settings" in other.err
+
+    model = tmp_path / "order"
+    options = ("--steps", 30, "--batch", 16, "--json")
+    trained = spot("train-drafter", records, "-o", model, *options)
+    assert trained.code == 0, trained.err
+    assert json.loads(trained.out)["accuracy_by_depth"]["1"]["examples"] > 0
+    card = json.loads((model / "order_model.json").read_text())
+    assert card["steps"] == 30
+    longer = spot("train-drafter", records, "-o", model, "--steps", 40, "--batch", 16, "--json")
+    assert json.loads((model / "order_model.json").read_text())["steps"] == 40, longer.err
+    tuned = spot("train-drafter", records, "-o", tmp_path / "tuned", "--init", model, *options)
+    assert tuned.code == 0
+
+    shown = spot("eval-drafter", tiny_bundle, "--prompts", prompts, "--limit", 3, "--max-new-tokens", 16, "--json")
+    result = json.loads(shown.out)
+    assert set(result["kinds"]) == {"odd", "even", "all"}
+    row = result["kinds"]["all"]
+    assert 0 <= row["stale_coverage"] <= 1
+    for budget in ("3", "8", "20"):
+        by_name = {name: passes[budget] for name, passes in row["passes"].items()}
+        assert by_name["joint t=32"] <= by_name["joint t=2"] <= by_name["joint t=1"] == by_name["position"]
+        assert by_name["SPOT"] <= row["draft_free"]
+    table = spot("eval-drafter", tiny_bundle, "--prompts", prompts, "--limit", 2, "--max-new-tokens", 9)
+    assert "joint t=32" in table.out
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"kind": "x"}', '{"prompt": ""}', '{"prompt": 3}', ""], ids=ascii)
+def test_prompt_files_that_are_none(spot, tiny_bundle, tmp_path, line):
+    path = tmp_path / "p.jsonl"
+    path.write_text(line + "\n")
+    result = spot("eval-drafter", tiny_bundle, "--prompts", path)
+    assert result.code == 2
+    assert "p.jsonl" in result.err
+
+
+def test_interrupt_ends_with_130(tiny_bundle):
+    command = [sys.executable, "-P", "-c", "from spot_deploy.cli.main import main; main()", "run", str(tiny_bundle)]
+    process = subprocess.Popen(
+        [*command, "--prompt", "-"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:  # wait until it reads standard input, that is, until it listens to Ctrl-C
+        with open(f"/proc/{process.pid}/wchan") as file:
+            if "pipe" in file.read():
+                break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+
+
+def test_output_may_be_cut_off(tiny_bundle):
+    read, write = os.pipe()
+    os.close(read)
+    code = "from spot_deploy.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, "run", str(tiny_bundle), "--prompt", "x", "--max-new-tokens", "8"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        timeout=120,
+        check=False,
+    )
+    os.close(write)
+    assert b"Traceback" not in done.stderr

@@ -1,0 +1,55 @@
+"""Imports follow DESIGN 2's table: engines <- runtime <- export <- spot_deploy, and heavy packages have one owner."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = {
+    "engines": {"spot_deploy.engines"},
+    "runtime": {"spot_deploy.engines", "spot_deploy.runtime"},
+    "export": {"spot_deploy.engines", "spot_deploy.runtime", "spot_deploy.export", "spot_deploy.__version__"},
+}
+OWNERS = {
+    "onnxruntime": {"engines/ort.py"},
+    "transformers": {"export/families.py", "export/bundle_writer.py"},
+    "tokenizers": {"runtime/text.py"},
+    "jinja2": {"runtime/text.py"},
+    "onnx_ir": {"export/trace.py"},
+}
+FILES = [p for room in (*ROOMS, "spot_deploy") for p in sorted((ROOT / room).rglob("*.py"))]
+
+
+def imports(path):
+    """Every module name that a file imports, at any depth; `from a import b` counts as a.b."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_imports_follow_the_table(path):
+    relative = path.relative_to(ROOT).as_posix()
+    room = relative.split("/")[0]
+    for name in imports(path):
+        top = name.split(".")[0]
+        assert top not in ROOMS, f"{relative} imports the room {top} by its folder name"
+        if top == "spot_deploy" and room in ROOMS:
+            assert any(name == allowed or name.startswith(allowed + ".") for allowed in ROOMS[room]), name
+        if top in OWNERS:
+            assert relative in OWNERS[top], f"{relative} imports {top}"
+        if top in ("torch", "safetensors"):
+            assert room == "export" or relative.startswith("spot_deploy/training/"), relative
+        if room == "engines":
+            third_party = {"numpy", "onnxruntime"} & {top} or top in ("spot_deploy", "__future__")
+            assert third_party or top in __import__("sys").stdlib_module_names, f"{relative} imports {name}"
+
+
+def test_no_package_files_under_tests():
+    assert not list((ROOT / "tests").rglob("__init__.py"))
