@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -71,15 +72,25 @@ def staged_folder(target: Path, *, force: bool, marker: str) -> Iterator[Path]:
     try:
         os.chmod(stage, 0o755)
         yield stage
-        old = Path(tempfile.mkdtemp(prefix=STAGING, dir=target.parent)) if target.exists() else None
-        if old is not None:
-            os.replace(target, old / "old")
-        os.replace(stage, target)
-        if old is not None:
-            shutil.rmtree(old)
+        if target.exists() and any(target.iterdir()):
+            _exchange(stage, target)  # what was there is now the stage, and is removed below
+        else:
+            os.replace(stage, target)
     finally:
         if stage.exists():
             shutil.rmtree(stage)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swap two folders: in one step where the system can (Linux renameat2), else in three renames."""
+    at_cwd, exchange = -100, 2
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
+    if rename is not None and rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) == 0:
+        return
+    spare = one.with_name(one.name + "-old")
+    os.replace(other, spare)
+    os.replace(one, other)
+    os.replace(spare, one)
 
 
 def sha256(path: Path) -> str:

@@ -1,0 +1,72 @@
+"""Atomic writing: the old or the new, never a half, and nobody's other files."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from spot_deploy import SpotDeployError
+from spot_deploy.engines import files
+from spot_deploy.engines.files import read_json, staged_folder, write_json, write_text
+
+
+def make(target, content, *, force=False):
+    with staged_folder(target, force=force, marker="mark") as stage:
+        (stage / "mark").write_text(content)
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["one-step", "renames"])
+def test_folder_is_replaced_whole(tmp_path, monkeypatch, exchange):
+    if not exchange:
+        monkeypatch.setattr(files.ctypes, "CDLL", lambda *_, **__: object())
+    target = tmp_path / "out"
+    make(target, "one")
+    make(target, "two", force=True)
+    assert (target / "mark").read_text() == "two"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_an_error_leaves_the_old_folder_and_no_rest(tmp_path):
+    target = tmp_path / "out"
+    make(target, "one")
+
+    def interrupted():
+        with staged_folder(target, force=True, marker="mark") as stage:
+            (stage / "mark").write_text("two")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert (target / "mark").read_text() == "one"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_an_empty_folder_may_be_filled_and_a_full_one_may_not(tmp_path):
+    (tmp_path / "empty").mkdir()
+    make(tmp_path / "empty", "one")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letter").write_text("dear")
+    with pytest.raises(SpotDeployError, match="already there"):
+        make(tmp_path / "full", "one", force=True)
+    with pytest.raises(SpotDeployError, match="cannot write"):
+        make(tmp_path / "no" / "parent", "one")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(SpotDeployError, match="already there"):
+        make(tmp_path / "file", "one", force=True)
+
+
+def test_file_is_kept_when_writing_fails(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_text(path, "new")
+    assert read_json(path, code="x", fix="y") == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_nan_is_never_written(tmp_path):
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(tmp_path / "a.json", {"a": float("nan")})
+    assert list(tmp_path.iterdir()) == []
