@@ -38,6 +38,14 @@ def versions(backend: str) -> dict[str, str]:
     return ort.versions() | {"processor": processor()}
 
 
+def providers(backend: str) -> list[str]:
+    """What executes inside the backend."""
+    require(backend)
+    from spot_deploy.engines import ort
+
+    return list(ort.PROVIDERS)
+
+
 def open_target(backend: str, path: Path, signature: GraphSignature, threads: int) -> TargetSession:
     """Open a target graph.
 

@@ -42,6 +42,7 @@ Array = npt.NDArray[Any]
 HEAD_WIDTH = 33  # 32 head candidates and the value that bounds the rest
 FEATURES = 40  # of the order model, per position
 LAYOUTS = ("split", "packed")
+MASKED = -1e30  # additive mask for "may not look"; finite, so that a row of only masks gives no NaN
 MIN_ROWS = 2  # one row alone takes another matrix kernel and differs in the last bits
 
 

@@ -18,18 +18,32 @@ from spot_deploy.engines.errors import SpotDeployError
 STAGING = ".staging-"
 
 
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write to; it takes the place of `path` when the block ends without an error."""
+    handle, name = tempfile.mkstemp(prefix=STAGING, suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o666 & ~_umask())
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically (UTF-8)."""
-    handle, name = tempfile.mkstemp(prefix=STAGING, dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -50,8 +64,8 @@ def staged_folder(target: Path, *, force: bool, marker: str) -> Iterator[Path]:
     Raises:
         SpotDeployError: `target` exists and may not be replaced, or its parent does not exist.
     """
-    target = Path(os.path.abspath(target))
-    if target.exists() or target.is_symlink():
+    target = target.resolve()  # a link stays, what it names is replaced
+    if target.exists():
         empty = target.is_dir() and not any(target.iterdir())
         if not empty and not (force and (target / marker).is_file()):
             replaceable = (target / marker).is_file()
@@ -70,7 +84,7 @@ def staged_folder(target: Path, *, force: bool, marker: str) -> Iterator[Path]:
         )
     stage = Path(tempfile.mkdtemp(prefix=STAGING, dir=target.parent))
     try:
-        os.chmod(stage, 0o755)
+        stage.chmod(0o777 & ~_umask())
         yield stage
         if target.exists() and any(target.iterdir()):
             _exchange(stage, target)  # what was there is now the stage, and is removed below

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 from pathlib import Path
@@ -14,6 +15,7 @@ PROVIDERS = ("CPUExecutionProvider",)
 _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool", "tensor(float16)": "float16"}
 
 
+@functools.cache
 def require() -> None:
     """Check that exactly one ONNX Runtime package is installed.
 

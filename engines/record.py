@@ -6,7 +6,7 @@ invariance probe that decides whether speculation is strictly exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ class EngineRecord:
     Attributes:
         backend, layout, threads: how the session is opened.
         bundle_id: the bundle it was built for.
+        providers: what executes inside the backend.
         versions: packages and processor at build time (see `backends.versions`).
         probe: result of `probe.probe_invariance`.
         smoke: result of replaying the bundle's golden traces.
@@ -37,6 +38,7 @@ class EngineRecord:
     layout: str
     threads: int
     bundle_id: str
+    providers: Sequence[str]
     versions: Mapping[str, str]
     probe: Mapping[str, Any]
     smoke: Mapping[str, Any]
@@ -46,6 +48,10 @@ class EngineRecord:
     def exact(self) -> bool:
         """Whether the probe found every state bit-equal, whatever its batch mates."""
         return bool(self.probe["strict"])
+
+    def exact_budget(self, threads: int) -> int:
+        """The largest budget for which speculation is known to be strictly exact; 0 is draft-free, the control."""
+        return self.probe["states"] - 1 if self.exact and threads == self.threads else 0
 
 
 def record_path(bundle: Path, backend: str) -> Path:
@@ -60,8 +66,8 @@ def write_record(bundle: Path, record: EngineRecord) -> Path:
     return path
 
 
-def read_record(bundle: Path, backend: str, bundle_id: str) -> EngineRecord:
-    """Read the record of a backend and check that it belongs to this bundle and this machine.
+def read_record(bundle: Path, backend: str, bundle_id: str, *, here: bool = True) -> EngineRecord:
+    """Read the record of a backend and check that it belongs to this bundle and, if it shall run `here`, this machine.
 
     Raises:
         SpotDeployError: there is none, it is damaged or of another bundle, or it was made with other versions.
@@ -78,10 +84,15 @@ def read_record(bundle: Path, backend: str, bundle_id: str) -> EngineRecord:
     try:
         if (document["format"], document["schema_version"]) != (FORMAT, SCHEMA_VERSION):
             raise ValueError(f"format {document['format']!r}, schema {document['schema_version']!r}")
-        names = ("backend", "layout", "threads", "bundle_id", "versions", "probe", "smoke", "created_at")
+        names = ("backend", "layout", "threads", "bundle_id", "providers", "versions", "probe", "smoke", "created_at")
         record = EngineRecord(**{name: document[name] for name in names})
         right = record.backend == backend and record.layout in LAYOUTS and type(record.threads) is int
-        if not right or record.threads < 1 or type(record.probe["strict"]) is not bool:
+        if (
+            not right
+            or record.threads < 1
+            or type(record.probe["strict"]) is not bool
+            or type(record.probe["states"]) is not int
+        ):
             raise ValueError("a field has a value that is not possible")
     except (KeyError, TypeError, ValueError) as error:
         raise SpotDeployError("engine-record", f"cannot use {path}", seen=repr(error), fix=build) from error
@@ -93,12 +104,12 @@ def read_record(bundle: Path, backend: str, bundle_id: str) -> EngineRecord:
             wanted=bundle_id,
             fix=build,
         )
-    here = backends.versions(backend)
-    if record.versions != here:
+    installed = backends.versions(backend) if here else record.versions
+    if record.versions != installed:
         raise SpotDeployError(
             "engine-elsewhere",
             "the engine was built with other versions or on another processor, so its probe says nothing here",
-            seen=str(here),
+            seen=str(installed),
             wanted=str(dict(record.versions)),
             fix=build,
             exit_code=ENVIRONMENT,

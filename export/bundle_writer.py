@@ -9,11 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from jinja2 import TemplateError
 
-from spot_deploy.engines.contracts import LAYOUTS, order_signature
+from spot_deploy.engines.contracts import FEATURES, LAYOUTS, order_signature
 from spot_deploy.engines.errors import VERIFICATION, SpotDeployError, usage_error
-from spot_deploy.engines.files import sha256, staged_folder, write_json
+from spot_deploy.engines.files import sha256, staged_folder, write_json, write_text
+from spot_deploy.engines.ort import OrtOrderModel
 from spot_deploy.export import parity
 from spot_deploy.export.checkpoint import Checkpoint, open_checkpoint
 from spot_deploy.export.decoder import Decoder
@@ -64,14 +67,16 @@ class ExportOptions:
     def __post_init__(self) -> None:
         if self.parity not in parity.MODES:
             raise usage_error("options", f"parity is {self.parity!r}", wanted=", ".join(parity.MODES), fix="choose one")
-        if list(self.budgets) != sorted(set(self.budgets)) or not self.budgets or self.budgets[0] != 0:
+        try:
+            self.speculation(order_model=True)
+        except ValueError as error:
             raise usage_error(
-                "options", f"budgets are {self.budgets}", wanted="rising whole numbers from 0", fix="such as 0,3,8,20"
-            )
-        if self.budget not in self.budgets:
-            raise usage_error(
-                "options", f"the default budget {self.budget} is none of {self.budgets}", fix="add it to --budgets"
-            )
+                "options", str(error), fix="such as --budgets 0,3,8,20 --budget 8 --gamma 0.05"
+            ) from error
+
+    def speculation(self, *, order_model: bool) -> Speculation:
+        """The manifest's section."""
+        return Speculation(order_model, self.budgets, self.budget, self.gamma, 1.0, 0.6, "normalised")
 
 
 def export_bundle(
@@ -121,23 +126,22 @@ def export_bundle(
             signature = order_signature(width)
             save_graph(trace_order_model(order[0], signature), stage / "order.onnx")
             graphs["order"] = {"file": "order.onnx", "opset": OPSET, "signature": signature.as_dict()}
-            _order_parity(order[0], stage / "order.onnx", width)
-        golden = _write_texts(checkpoint, stage)
+        golden, named_tokens = _write_texts(checkpoint, stage)
         say(f"parity gates: {options.parity}")
         measured, traces = _run_parity(checkpoint, tensors, stage, options.parity, golden)
-        write_json(stage / GOLDEN, golden | {"traces": [asdict(trace) for trace in traces]})
-        manifest = _manifest(checkpoint, order, options, graphs, measured, stage)
+        if order is not None and options.parity != "none":
+            measured["measured"] |= _order_parity(order[0], stage / "order.onnx", width)
+        traced_by = "native" if options.parity == "full" else "onnxruntime"
+        write_json(stage / GOLDEN, golden | {"traced_by": traced_by, "traces": [asdict(trace) for trace in traces]})
+        manifest = _manifest(checkpoint, order, options, graphs, measured, named_tokens, stage)
         write_json(stage / MANIFEST, to_document(manifest))
     return manifest
 
 
-def _order_parity(model: torch.nn.Module, path: Path, width: int) -> None:
-    import numpy as np
-
-    from spot_deploy.engines.ort import OrtOrderModel
-
+def _order_parity(model: torch.nn.Module, path: Path, width: int) -> dict[str, Any]:
+    """The traced order model against the one in torch, elementwise."""
     rng = np.random.default_rng(2)
-    features = rng.standard_normal((5, width, 40)).astype(np.float32)
+    features = rng.standard_normal((5, width, FEATURES)).astype(np.float32)
     state_id = rng.integers(0, 4, (5, width))
     state_id[:, :2] = 0
     depth = np.arange(1, 6)
@@ -145,39 +149,48 @@ def _order_parity(model: torch.nn.Module, path: Path, width: int) -> None:
     seen = OrtOrderModel(path, order_signature(width), 1).run(features, state_id, depth, masked)
     with torch.no_grad():
         wanted = model(*(torch.from_numpy(x) for x in (features, state_id, depth, masked))).numpy()
-    parity.Gate().close("order", seen, wanted)
+    gate = parity.Gate()
+    gate.close("order.log_q", seen, wanted)
+    return gate.measured
 
 
-def _write_texts(checkpoint: Checkpoint, stage: Path) -> dict[str, Any]:
-    """Copy tokenizer and template, and encode the golden texts with the checkpoint's own tokenizer class."""
+def _write_texts(checkpoint: Checkpoint, stage: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Copy tokenizer and template; encode the golden texts with the checkpoint's own tokenizer class.
+
+    Returns:
+        The golden encodings, and the named tokens that a template may use.
+    """
     from transformers import PreTrainedTokenizerFast
 
     source = checkpoint.folder
     shutil.copyfile(source / TOKENIZER, stage / TOKENIZER)
     native = PreTrainedTokenizerFast.from_pretrained(source)
-    template = native.chat_template
-    if isinstance(template, str):
-        (stage / TEMPLATE).write_text(template, encoding="utf-8")
+    template = native.chat_template if isinstance(native.chat_template, str) else None
+    if template is not None:
+        write_text(stage / TEMPLATE, template)
     for name in CARRIED:
         if (source / name).is_file():
-            shutil.copyfile(source / name, stage / f"{name.split('.')[0]}.model.{name.split('.')[-1]}")
+            shutil.copyfile(source / name, stage / f"{Path(name).stem}.model{Path(name).suffix}")
     chats = []
-    if isinstance(template, str):
-        for messages in GOLDEN_CHATS:
+    for messages in GOLDEN_CHATS if template is not None else ():
+        try:
             text = native.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            chats.append({"messages": messages, "ids": native.encode(text, add_special_tokens=False)})
+        except TemplateError:
+            continue  # a template may refuse, say, the system role
+        chats.append({"messages": messages, "ids": native.encode(text, add_special_tokens=False)})
     encodings = [
         {"text": text, "ids": native.encode(text, add_special_tokens=False, split_special_tokens=True)}
         for text in GOLDEN_TEXTS
     ]
+    named = {name: token for name, token in native.special_tokens_map.items() if isinstance(token, str)}
     golden = {"encodings": encodings, "chats": chats}
     write_json(stage / GOLDEN, golden)
     try:
-        Text(stage).check_golden(stage)
+        Text(stage, checkpoint.decoding.reserved, named).check_golden(stage)
     except SpotDeployError as error:
         error.exit_code = VERIFICATION
         raise
-    return golden
+    return golden, named
 
 
 def _run_parity(
@@ -185,15 +198,16 @@ def _run_parity(
 ) -> tuple[dict[str, Any], Sequence[parity.Trace]]:
     traces: Sequence[parity.Trace] = ()
     measured: dict[str, Any] = {}
+    width = checkpoint.decoding.block_width
+    # One prompt shorter than a block, one that fills blocks and ends inside one.
+    short = golden["encodings"][0]["ids"][: max(1, width // 2)]
     if mode == "full":
-        width = checkpoint.decoding.block_width
-        # One prompt shorter than a block, one that fills blocks and ends inside one.
-        short = golden["encodings"][0]["ids"][: max(1, width // 2)]
         long = (golden["chats"][0]["ids"] if golden["chats"] else short * 9) * 9
         graphs = {layout: stage / f"target-{layout}.onnx" for layout in LAYOUTS}
         measured, traces = parity.full_parity(checkpoint, tensors, graphs, [short, long[: 2 * width + width // 3]])
-    elif mode == "layers":
-        measured = parity.layer_parity(checkpoint, tensors)
+    else:
+        measured = parity.layer_parity(checkpoint, tensors) if mode == "layers" else {}
+        traces = parity.own_traces(checkpoint, stage / "target-split.onnx", short)
     return {"mode": mode, "against": checkpoint.family.name, "measured": measured}, traces
 
 
@@ -203,6 +217,7 @@ def _manifest(
     options: ExportOptions,
     graphs: dict[str, Any],
     measured: dict[str, Any],
+    named_tokens: dict[str, str],
     stage: Path,
 ) -> Manifest:
     from spot_deploy import __version__
@@ -226,15 +241,8 @@ def _manifest(
         },
         precision="fp32",
         decoding=checkpoint.decoding,
-        speculation=Speculation(
-            order_model=order is not None,
-            budgets=options.budgets,
-            budget=options.budget,
-            gamma=options.gamma,
-            tau=1.0,
-            hedge_gate=0.6,
-            hedge_weights="normalised",
-        ),
+        named_tokens=named_tokens,
+        speculation=options.speculation(order_model=order is not None),
         graphs=graphs,
         parity=measured,
         files=files,

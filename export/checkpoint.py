@@ -18,6 +18,7 @@ from spot_deploy.runtime.manifest import Decoding, default_buckets
 from spot_deploy.runtime.text import Text
 
 MAX_POSITIONS, PREFILL_POSITIONS = 32768, 512
+FIX = "download the checkpoint again"
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,12 @@ class Checkpoint:
         index = self.folder / "model.safetensors.index.json"
         if index.is_file():
             document = read_json(index, code="checkpoint-index", fix="download the checkpoint again")
-            names = sorted(set(document["weight_map"].values()))
+            try:
+                names = sorted({str(name) for name in document["weight_map"].values()})
+            except (KeyError, TypeError, AttributeError) as error:
+                raise SpotDeployError(
+                    "checkpoint-index", f"{index.name} has no weight_map", seen=repr(error), fix="download it again"
+                ) from error
         else:
             names = ["model.safetensors"]
         missing = [name for name in names if not (self.folder / name).is_file()]
@@ -112,43 +118,17 @@ def open_checkpoint(
             wanted="a Hugging Face folder with config.json, model.safetensors and tokenizer.json",
             fix="give the folder of a downloaded checkpoint",
         )
-    fix = "download the checkpoint again"
-    config = read_json(folder / "config.json", code="checkpoint-config", fix=fix)
+    config = _read_object(folder / "config.json")
     family = find_family(config)
     try:
         spec = family.spec(config)
     except (KeyError, ValueError, TypeError) as error:
-        raise SpotDeployError("checkpoint-config", "config.json is incomplete", seen=repr(error), fix=fix) from error
-    text = Text(folder)
-    if text.size > spec.vocab:
-        raise SpotDeployError(
-            "checkpoint-tokenizer",
-            "the tokenizer has more ids than the model",
-            seen=f"{text.size} ids",
-            wanted=f"at most {spec.vocab}",
-            fix="use the tokenizer that belongs to the checkpoint",
-        )
+        raise SpotDeployError("checkpoint-config", "config.json is incomplete", seen=repr(error), fix=FIX) from error
     generation_path = folder / "generation_config.json"
-    generation = read_json(generation_path, code="checkpoint-config", fix=fix) if generation_path.is_file() else {}
-    stops = generation.get("eos_token_id", config.get("eos_token_id"))
-    width = block_width or family.block_width(config, folder.resolve().name)
-    mask = next(i for i in (mask_id, config.get("mask_token_id"), family.mask_id) if i is not None)
-    capacity = min(config.get("max_position_embeddings") or MAX_POSITIONS, MAX_POSITIONS)
-    capacity = (max_positions or capacity) // width * width
-    shape = TargetShape(spec.layers, spec.kv_heads, spec.head_dim, spec.vocab, family.confidence == "raw")
+    generation = _read_object(generation_path) if generation_path.is_file() else {}
     try:
-        decoding = Decoding(
-            block_width=width,
-            mask_id=mask,
-            stop_ids=tuple(stops if isinstance(stops, list) else [stops]),
-            bos_id=generation.get("bos_token_id", config.get("bos_token_id")),
-            confidence=family.confidence,
-            logit_shift=0,
-            max_positions=capacity,
-            buckets=default_buckets(width, capacity),
-            prefill_positions=max(width, PREFILL_POSITIONS // width * width),
-            exact_cache=True,
-            shape=shape,
+        decoding = _decoding(
+            config, generation, family, spec, folder.resolve().name, block_width, mask_id, max_positions
         )
     except (ValueError, TypeError) as error:
         raise SpotDeployError(
@@ -157,7 +137,55 @@ def open_checkpoint(
             seen=str(error),
             fix="set --block-width, --mask-id or --max-positions",
         ) from error
+    text = Text(folder, decoding.reserved)
+    if text.size > spec.vocab:
+        raise SpotDeployError(
+            "checkpoint-tokenizer",
+            "the tokenizer has more ids than the model",
+            seen=f"{text.size} ids",
+            wanted=f"at most {spec.vocab}",
+            fix="use the tokenizer that belongs to the checkpoint",
+        )
     banned = torch.ones(spec.vocab, dtype=torch.bool)
     banned[list(text.known_ids())] = False
-    banned[mask] = True
+    banned[decoding.mask_id] = True
     return Checkpoint(folder, config, family, spec, decoding, banned)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    document = read_json(path, code="checkpoint-config", fix=FIX)
+    if not isinstance(document, dict):
+        raise SpotDeployError("checkpoint-config", f"{path.name} is no JSON object", fix=FIX)
+    return document
+
+
+def _decoding(
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    family: Family,
+    spec: DecoderSpec,
+    name: str,
+    block_width: int | None,
+    mask_id: int | None,
+    max_positions: int | None,
+) -> Decoding:
+    """The manifest's decoding section; ValueError or TypeError where the checkpoint makes no sense."""
+    width = block_width or family.block_width(config, name)
+    if not 1 <= width <= 64:
+        raise ValueError(f"block width {width} is not within 1..64")
+    stops = generation.get("eos_token_id", config.get("eos_token_id"))
+    capacity = max_positions or min(config.get("max_position_embeddings") or MAX_POSITIONS, MAX_POSITIONS)
+    capacity = capacity // width * width
+    return Decoding(
+        block_width=width,
+        mask_id=next(i for i in (mask_id, config.get("mask_token_id"), family.mask_id) if i is not None),
+        stop_ids=tuple(stops if isinstance(stops, list) else [stops]),
+        bos_id=generation.get("bos_token_id", config.get("bos_token_id")),
+        confidence=family.confidence,
+        logit_shift=0,
+        max_positions=capacity,
+        buckets=default_buckets(width, capacity),
+        prefill_positions=max(width, PREFILL_POSITIONS // width * width),
+        exact_cache=True,
+        shape=TargetShape(spec.layers, spec.kv_heads, spec.head_dim, spec.vocab, family.confidence == "raw"),
+    )

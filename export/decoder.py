@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-MASKED = -1e30  # additive mask for "may not look"; finite, so that a row of only masks gives no NaN
-
 
 @dataclass(frozen=True)
 class DecoderSpec:

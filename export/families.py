@@ -29,8 +29,8 @@ class Family:
         architectures, model_types: what its config.json says; the former is looked at first.
         spec: config to decoder shape.
         tensor_names: our parameter names to the checkpoint's.
-        native: config and decoder shape to the native transformers class, the parity oracle, not initialised.
-        mask_id: the family's mask id, where config and tokenizer are silent.
+        native: config and number of layers to the native transformers class, the parity oracle, weights not loaded.
+        mask_id: the family's mask id, where the config is silent.
         default_width: block width, where config and name are silent.
         confidence: `tempered` or `raw`.
     """
@@ -40,7 +40,7 @@ class Family:
     model_types: tuple[str, ...]
     spec: Callable[[Config], DecoderSpec]
     tensor_names: Callable[[DecoderSpec], dict[str, str]]
-    native: Callable[[Config, DecoderSpec], PreTrainedModel]
+    native: Callable[[Config, int], PreTrainedModel]
     mask_id: int
     default_width: int
     confidence: str
@@ -71,6 +71,8 @@ def _qwen3_spec(config: Config) -> DecoderSpec:
         config,
         {"attention_bias": False, "hidden_act": "silu", "rope_scaling": None, "use_sliding_window": False},
     )
+    rope = config.get("rope_parameters") or {}
+    _refuse({"rope_type": rope.get("rope_type", "default")}, {"rope_type": "default"})
     return DecoderSpec(
         vocab=config["vocab_size"],
         hidden=config["hidden_size"],
@@ -79,32 +81,20 @@ def _qwen3_spec(config: Config) -> DecoderSpec:
         kv_heads=config["num_key_value_heads"],
         head_dim=config["head_dim"],
         intermediate=config["intermediate_size"],
-        rope_theta=float(config["rope_theta"]),
+        rope_theta=float(rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"]),
         norm_eps=float(config["rms_norm_eps"]),
         qk_norm=True,
         tied_head=bool(config.get("tie_word_embeddings", False)),
     )
 
 
-def _native_qwen3(config: Config, spec: DecoderSpec) -> PreTrainedModel:
+def _native_qwen3(config: Config, layers: int) -> PreTrainedModel:
+    """Read from the checkpoint's own config by transformers, so that a field misread above shows in the gates."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    # The class builds its fields by decorators that type checkers do not follow.
-    settings: dict[str, Any] = {
-        "vocab_size": spec.vocab,
-        "hidden_size": spec.hidden,
-        "intermediate_size": spec.intermediate,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "rms_norm_eps": spec.norm_eps,
-        "rope_theta": spec.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
-        "tie_word_embeddings": spec.tied_head,
-        "max_position_embeddings": config["max_position_embeddings"],
-        "attn_implementation": "eager",
-    }
+    other = ("architectures", "model_type", "auto_map", "transformers_version", "torch_dtype", "dtype")
+    settings = {key: value for key, value in config.items() if key not in other}
+    settings |= {"num_hidden_layers": layers, "layer_types": None, "attn_implementation": "eager"}
     return Qwen3ForCausalLM(Qwen3Config(**settings))
 
 

@@ -64,13 +64,12 @@ def save_order_model(model: OrderModel, folder: Path, card: dict[str, object]) -
     """Write `order_model.json` (the card) and `order_model.safetensors`, the latter first."""
     from safetensors.torch import save_file
 
-    from spot_deploy.engines.files import write_json
+    from spot_deploy.engines.files import atomic_path, write_json
 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()}
-    temporary = folder / "order_model.safetensors.tmp"
-    save_file(tensors, temporary)
-    temporary.replace(folder / "order_model.safetensors")
+    with atomic_path(folder / "order_model.safetensors") as path:
+        save_file(tensors, path)
     write_json(folder / "order_model.json", {"format": FORMAT, "features_version": 1, **card})
 
 

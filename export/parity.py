@@ -20,14 +20,14 @@ from spot_deploy.engines.contracts import LAYOUTS, Array, TargetInputs, TargetSe
 from spot_deploy.engines.errors import VERIFICATION, SpotDeployError
 from spot_deploy.engines.ort import OrtTarget
 from spot_deploy.export.checkpoint import Checkpoint
-from spot_deploy.export.decoder import MASKED, Decoder, masked_attend
+from spot_deploy.export.decoder import Decoder, masked_attend
 from spot_deploy.runtime.decode import DecodeOptions, Figures, decode
 from spot_deploy.runtime.head import Head, summarise
 from spot_deploy.runtime.manifest import Decoding
 from spot_deploy.runtime.noise import Noise
 from spot_deploy.runtime.sampler import next_state
 from spot_deploy.runtime.state import Commit, State
-from spot_deploy.runtime.target import RequestTarget
+from spot_deploy.runtime.target import RequestTarget, block_causal
 
 MODES = ("full", "layers", "none")
 TOLERANCE = 1e-4  # of a logit, float32, for logits up to 10; in proportion above
@@ -44,12 +44,6 @@ class Trace:
     seed: int
     max_new_tokens: int
     commits: list[list[int]]
-
-
-def block_causal(length: int, width: int) -> Array:
-    """Additive mask [length, length]: a position sees its own block and those before."""
-    block = np.arange(length) // width
-    return np.where(block[None] <= block[:, None], np.float32(0), np.float32(MASKED))
 
 
 class Native:
@@ -84,7 +78,7 @@ class Native:
 
 def load_native(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
     """The native class with the checkpoint's weights, strictly loaded."""
-    model = checkpoint.family.native(checkpoint.config, checkpoint.spec)
+    model = checkpoint.family.native(checkpoint.config, checkpoint.spec.layers)
     names = checkpoint.family.tensor_names(checkpoint.spec)
     weights = {names[own]: tensor for own, tensor in tensors.items()}
     if checkpoint.spec.tied_head:
@@ -129,6 +123,13 @@ def _failed(name: str, seen: str, wanted: str) -> SpotDeployError:
         fix="nothing was written; report the checkpoint and the versions of torch and onnxruntime",
         exit_code=VERIFICATION,
     )
+
+
+def own_traces(checkpoint: Checkpoint, graph: Path, prompt: list[int]) -> list[Trace]:
+    """A short trace of the exported graph itself, for bundles whose gates ran without the native class' traces."""
+    session = OrtTarget(graph, checkpoint.decoding.shape.signature(), 1)
+    wanted = Trace(prompt, 0.0, 0, checkpoint.decoding.block_width, [])
+    return [replace(wanted, commits=_onnx_trace(session, checkpoint.decoding, wanted))]
 
 
 def full_parity(
@@ -271,7 +272,7 @@ def _onnx_trace(session: TargetSession, decoding: Decoding, trace: Trace) -> lis
         seen.append([state.block, commit.position, commit.token])
 
     target = RequestTarget(session, decoding, options.temperature)
-    for _ in decode(target, decoding, np.array(trace.prompt), options, None, 0, Figures(), observe):
+    for _ in decode(target, decoding, np.array(trace.prompt), options, None, Figures(), observe):
         pass
     return seen
 

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from spot_deploy.engines.contracts import HEAD_WIDTH
-from spot_deploy.export.decoder import MASKED, Attend, Decoder, masked_attend
+from spot_deploy.engines.contracts import HEAD_WIDTH, MASKED
+from spot_deploy.export.decoder import Attend, Decoder, masked_attend
 
 Past = list[tuple[Tensor, Tensor]]
 

@@ -43,7 +43,7 @@ class Result:
     Attributes:
         text: what `token_ids` decode to.
         token_ids: generated ids, cut at max_new_tokens and before the first stop id.
-        seconds: wall time of the whole call.
+        seconds: wall time from the first pass to the end; in a stream it includes what the reader does between events.
         exact: whether the law of the output is proven to be the target's own, in this engine.
     """
 
@@ -95,13 +95,15 @@ class Runtime:
         target: TargetSession,
         order_model: OrderSession | None,
         backend: str,
-        exact_engine: bool,
+        exact_budget: int,
+        bundle_id: str = "",
     ):
         self.decoding = decoding
         self.text = text
         self.order_model = order_model
         self.backend = backend
-        self.exact_engine = exact_engine
+        self.exact_budget = exact_budget
+        self.bundle_id = bundle_id
         self._defaults = defaults
         self._target: TargetSession | None = target
 
@@ -112,7 +114,8 @@ class Runtime:
         Args:
             path: the bundle folder.
             backend: which engine; it must have been built by `spot-deploy build-engine`.
-            threads: override the engine record's thread count.
+            threads: in place of the engine record's; results are then called exact only without drafts, since the
+                probe was made with the record's.
 
         Raises:
             SpotDeployError: the bundle is damaged, the engine is missing or was built elsewhere, or the backend cannot
@@ -121,19 +124,23 @@ class Runtime:
         backends.require(backend)
         bundle = open_bundle(Path(path))
         record = read_record(bundle.path, backend, bundle.manifest.bundle_id)
-        return cls.from_bundle(bundle, record, threads or record.threads)
+        return cls.from_bundle(bundle, record, threads=threads)
 
     @classmethod
-    def from_bundle(cls, bundle: Bundle, record: EngineRecord, threads: int) -> Runtime:
-        """Open the engine that `record` describes on a checked bundle."""
+    def from_bundle(
+        cls, bundle: Bundle, record: EngineRecord, *, threads: int | None = None, target: TargetSession | None = None
+    ) -> Runtime:
+        """Open the engine that `record` describes on a checked bundle, or take a target session that is open already."""
         manifest = bundle.manifest
-        role = f"target-{record.layout}"
-        target = backends.open_target(record.backend, bundle.graph_path(role), manifest.graph(role)[1], threads)
+        threads = threads or record.threads
+        if target is None:
+            role = f"target-{record.layout}"
+            target = backends.open_target(record.backend, bundle.graph_path(role), manifest.graph(role)[1], threads)
         order = None
         if manifest.speculation.order_model:
             signature = manifest.graph("order")[1]
             order = backends.open_order_model(record.backend, bundle.graph_path("order"), signature, threads)
-        text = Text(bundle.path)
+        text = Text(bundle.path, manifest.decoding.reserved, manifest.named_tokens)
         text.check_golden(bundle.path)
         spec = manifest.speculation
         return cls(
@@ -149,7 +156,8 @@ class Runtime:
             target=target,
             order_model=order,
             backend=record.backend,
-            exact_engine=record.exact and manifest.decoding.exact_cache,
+            exact_budget=record.exact_budget(threads),
+            bundle_id=manifest.bundle_id,
         )
 
     def __enter__(self) -> Runtime:
@@ -195,22 +203,25 @@ class Runtime:
         return np.array(ids, np.int64)
 
     def resolve(self, options: DecodeOptions) -> DecodeOptions:
-        """Options with the bundle's defaults filled in.
-
-        Raises:
-            SpotDeployError: drafts are asked for, but the bundle has no order model.
-        """
+        """Options with the bundle's defaults filled in."""
         names = ("budget", "gamma", "tau", "hedge_gate", "hedge_weights")
         filled = {name: getattr(self._defaults, name) for name in names if getattr(options, name) is None}
-        options = replace(options, **filled)
-        if options.budget and self.order_model is None:
+        return replace(options, **filled)
+
+    def spot_drafter(self, options: DecodeOptions) -> SpotDrafter:
+        """SPOT with resolved options.
+
+        Raises:
+            SpotDeployError: the bundle has no order model.
+        """
+        if self.order_model is None:
             raise usage_error(
                 "no-order-model",
                 "this bundle has no order model, so nothing can be drafted",
                 seen=f"budget {options.budget}",
                 fix="use budget 0, or export again with --order-model",
             )
-        return options
+        return SpotDrafter.of(self.order_model, options)
 
     def generate(
         self,
@@ -230,7 +241,7 @@ class Runtime:
             observe: see `decode.decode`.
 
         Raises:
-            SpotDeployError: see `prompt_ids`, `resolve`; or prompt and generation exceed the capacity.
+            SpotDeployError: see `prompt_ids`, `spot_drafter`; or prompt and generation exceed the capacity.
         """
         for event in self.stream(prompt, options, drafter=drafter, observe=observe, **changes):
             if isinstance(event, Finished):
@@ -265,15 +276,8 @@ class Runtime:
                 wanted=f"at most {decoding.max_positions}",
                 fix=f"--max-new-tokens {room} or less" if room > 0 else "shorten the prompt",
             )
-        if drafter is None and options.budget and self.order_model is not None:
-            drafter = SpotDrafter(
-                self.order_model,
-                gamma=options.gamma or 0.0,
-                tau=options.tau or 1.0,
-                hedge_gate=0.6 if options.hedge_gate is None else options.hedge_gate,
-                hedge_weights=options.hedge_weights or "normalised",
-                draft_tail=options.draft_tail,
-            )
+        if drafter is None and options.budget:
+            drafter = self.spot_drafter(options)
         target = RequestTarget(self._target, decoding, options.temperature, padded=options.padded, fuse=options.fuse)
         return self._events(target, ids, options, drafter, observe)
 
@@ -286,15 +290,15 @@ class Runtime:
         observe: Observer | None,
     ) -> Iterator[Event]:
         began = time.perf_counter()
-        decoding, budget, figures = self.decoding, options.budget or 0, Figures()
+        decoding, figures = self.decoding, Figures()
         length = decoding.blocks(len(ids), options.max_new_tokens) * decoding.block_width
         sequence = np.full(length, decoding.mask_id, np.int64)
         sequence[: len(ids)] = ids
         limit = len(ids) + options.max_new_tokens
         settled = len(ids)
         stopped = False
-        detokenizer = Detokenizer(self.text)
-        for event in decode(target, decoding, ids, options, drafter, budget, figures, observe):
+        detokenizer, text = Detokenizer(self.text), ""
+        for event in decode(target, decoding, ids, options, drafter, figures, observe):
             yield event
             sequence[event.position] = event.token
             before = settled
@@ -303,35 +307,40 @@ class Runtime:
                 settled += not stopped
             if settled > before:
                 piece = detokenizer.update(sequence[len(ids) : settled].tolist())
+                text += piece
                 if piece:
                     yield TextEvent(piece)
         token_ids = sequence[len(ids) : settled].tolist()
         piece = detokenizer.update(token_ids, final=True)
+        text += piece
         if piece:
             yield TextEvent(piece)
-        figures.prefill_forwards, figures.store_forwards = target.prefill_forwards, target.store_forwards
+        seconds, phases = time.perf_counter() - began, figures.phases
+        phases["target"] = target.seconds - phases["prefill"]
+        phases["host"] = seconds - target.seconds - phases["draft"]
+        exact_here = options.sequential or (options.budget or 0) <= self.exact_budget
         yield Finished(
             Result(
-                text=detokenizer.emitted,
+                text=text,
                 token_ids=token_ids,
                 nfe=figures.nfe,
-                prefill_forwards=figures.prefill_forwards,
-                store_forwards=figures.store_forwards,
+                prefill_forwards=target.prefill_forwards,
+                store_forwards=target.store_forwards,
                 commits=figures.commits,
                 accepted=figures.accepted,
                 rounds=figures.rounds,
                 drafted=figures.drafted,
                 accepted_per_round=figures.accepted_per_round,
                 rejections=figures.rejections,
-                seconds=time.perf_counter() - began,
-                phases=figures.phases,
+                seconds=seconds,
+                phases=phases,
                 prompt_tokens=len(ids),
-                budget=budget,
+                budget=options.budget or 0,
                 gamma=options.gamma or 0.0,
                 temperature=options.temperature,
                 seed=options.seed,
                 verifier=options.verifier,
                 backend=self.backend,
-                exact=options.exact and self.exact_engine,
+                exact=options.exact and decoding.exact_cache and exact_here,
             )
         )

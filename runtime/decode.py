@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -13,7 +12,7 @@ from spot_deploy.engines.contracts import Array
 from spot_deploy.engines.errors import usage_error
 from spot_deploy.runtime.drafters import Drafter, Round
 from spot_deploy.runtime.head import Head
-from spot_deploy.runtime.manifest import Decoding
+from spot_deploy.runtime.manifest import HEDGE_WEIGHTS, MAX_BUDGET, Decoding
 from spot_deploy.runtime.noise import Noise
 from spot_deploy.runtime.sampler import next_state
 from spot_deploy.runtime.state import Commit, State
@@ -21,8 +20,6 @@ from spot_deploy.runtime.target import RequestTarget
 from spot_deploy.runtime.tree import Node
 
 VERIFIERS = ("coupled", "uncoupled", "greedy")
-HEDGE_WEIGHTS = ("normalised", "raw", "none")
-MAX_BUDGET = 256
 
 
 @dataclass(frozen=True)
@@ -101,19 +98,18 @@ class Figures:
     """What a run did.
 
     Attributes:
-        nfe: denoise passes (the paper's count); prefill and store passes are apart.
+        nfe: denoise passes (the paper's count); prefill and store passes are counted apart, by RequestTarget.
         commits: everything committed, `nfe + accepted`.
         accepted: drafted states that were accepted; `accepted_per_round` by drafted round.
         rounds: passes that verified a root and its drafts (all but the openings).
         drafted: states drafted.
         rejections: why drafted rounds ended: `position` (the true position was not drafted there), `token` (it was, its
             token not), `budget` (nothing was drafted after the last accepted state), `edge` (the block was full).
-        phases: seconds by phase: prefill, target, draft, verify.
+        phases: seconds by phase: `prefill` and `target` inside the engine, `draft` in the drafter (order model
+            included), `host` everything else.
     """
 
     nfe: int = 0
-    prefill_forwards: int = 0
-    store_forwards: int = 0
     commits: int = 0
     accepted: int = 0
     rounds: int = 0
@@ -122,17 +118,7 @@ class Figures:
     rejections: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("position", "token", "budget", "edge"), 0)
     )
-    phases: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("prefill", "target", "draft", "verify"), 0.0)
-    )
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.phases[name] += time.perf_counter() - began
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prefill", "target", "draft", "host"), 0.0))
 
 
 @dataclass(frozen=True)
@@ -149,8 +135,9 @@ Observer = Callable[[State, Head, Commit], None]
 
 @dataclass(frozen=True)
 class Verified:
-    """Where the walk over a verified tree ended: the last verified state and what comes after it."""
+    """Where the walk over a verified tree ended: the last verified state, its index, and what comes after it."""
 
+    index: int
     state: State
     head: Head
     successor: State
@@ -163,7 +150,6 @@ def decode(
     prompt: Array,
     options: DecodeOptions,
     drafter: Drafter | None,
-    budget: int,
     figures: Figures,
     observe: Observer | None = None,
 ) -> Iterator[CommitEvent]:
@@ -172,39 +158,37 @@ def decode(
     Args:
         target: the target's passes for this request, nothing stored yet.
         prompt: token ids [P], at least one.
-        drafter, budget: who drafts and how many states per pass; None or 0 is draft-free.
+        options: resolved (Runtime.resolve): nothing is None.
+        drafter: who drafts; not asked where the budget is 0.
         figures: counted into.
         observe: called with every state on the path, the target's output for it, and its commit.
     """
-    width = decoding.block_width
+    width, budget = decoding.block_width, options.budget or 0
     noise = Noise(options.seed, options.sample) if options.temperature > 0 else None
     first = len(prompt) // width
-    with figures.phase("prefill"):
-        if first:
-            target.prefill(prompt[: first * width])
+    if first:
+        target.prefill(prompt[: first * width])
+    figures.phases["prefill"] = target.seconds
     finished: Array | None = None
     for block in range(first, decoding.blocks(len(prompt), options.max_new_tokens)):
         tokens = np.full(width, decoding.mask_id, np.int64)
         given = prompt[block * width :][:width] if block == first else prompt[:0]
         tokens[: len(given)] = given
         state = State(block, tokens, decoding.mask_id)
-        with figures.phase("target"):
-            head = target.open_first(state) if finished is None else target.open_next(finished, state)
+        head = target.open_first(state) if finished is None else target.open_next(finished, state)
         figures.nfe += 1
         root, commit = _advance(state, head, noise, figures, observe)
         yield CommitEvent(block * width + commit.position, commit.token, False)
         while len(root.masked):
             drafts: list[Node] = []
             if drafter is not None and budget and len(root.masked) > 1:
-                with figures.phase("draft"):
-                    coupled = noise if options.verifier == "coupled" else None
-                    drafts = drafter.draft(Round(state, head, commit, root, budget, coupled))
+                began = time.perf_counter()
+                coupled = noise if options.verifier == "coupled" else None
+                drafts = drafter.draft(Round(state, head, commit, root, budget, coupled))
+                figures.phases["draft"] += time.perf_counter() - began
             states = [root, *(root.after(*node.path) for node in drafts)]
-            with figures.phase("target"):
-                if options.sequential:
-                    heads = [target.verify([s], 0)[0] for s in states]
-                else:
-                    heads = target.verify(states, budget)
+            batches = [[s] for s in states] if options.sequential else [states]
+            heads = [head for batch in batches for head in target.verify(batch, budget)]
             figures.nfe += 1
             figures.rounds += 1
             accepted, end = _walk(states, heads, noise, options.verifier, figures, observe)
@@ -213,7 +197,7 @@ def decode(
             if drafts:
                 figures.drafted += len(drafts)
                 figures.accepted_per_round.append(len(accepted))
-                figures.rejections[_why_ended(drafts, root, end)] += 1
+                figures.rejections[_why_ended(drafts, end)] += 1
             state, head, root, commit = end.state, end.head, end.successor, end.commit
             yield CommitEvent(block * width + commit.position, commit.token, False)
         finished = root.tokens
@@ -225,8 +209,7 @@ def decode(
 def _advance(
     state: State, head: Head, noise: Noise | None, figures: Figures, observe: Observer | None
 ) -> tuple[State, Commit]:
-    with figures.phase("verify"):
-        successor, commit = next_state(state, head, noise)
+    successor, commit = next_state(state, head, noise)
     figures.commits += 1
     if observe is not None:
         observe(state, head, commit)
@@ -249,12 +232,12 @@ def _walk(
     here = 0
     while True:
         if verifier == "greedy" and noise is not None:
-            with figures.phase("verify"):
-                successor, commit = next_state(states[here], heads[here], None)
-            if successor.key not in index_of:
-                successor, commit = _advance(states[here], heads[here], noise, figures, observe)
+            # Accept what the largest logits lead to; only the commit that ends the round is sampled.
+            accepts = next_state(states[here], heads[here], None)[0].key in index_of
+            drawn = None if accepts else noise
+            successor, commit = _advance(states[here], heads[here], drawn, figures, observe)
+            if not accepts:
                 break
-            figures.commits += 1
         else:
             successor, commit = _advance(states[here], heads[here], noise, figures, observe)
             if successor.key not in index_of:
@@ -262,16 +245,14 @@ def _walk(
         here = index_of[successor.key]
         accepted.append(commit)
         figures.accepted += 1
-    return accepted, Verified(states[here], heads[here], successor, commit)
+    return accepted, Verified(here, states[here], heads[here], successor, commit)
 
 
-def _why_ended(drafts: list[Node], root: State, end: Verified) -> str:
-    """Reason that the walk went no further (see Figures.rejections)."""
+def _why_ended(drafts: list[Node], end: Verified) -> str:
+    """Reason that the walk went no further (see Figures.rejections). The root is state 0, draft i is state i + 1."""
     if not len(end.successor.masked):
         return "edge"
-    key = end.state.key
-    parents = {-1} if key == root.key else {i for i, n in enumerate(drafts) if root.after(*n.path).key == key}
-    tried = [node.path[-1].position for node in drafts if node.parent in parents]
+    tried = [node.path[-1].position for node in drafts if node.parent == end.index - 1]
     if not tried:
         return "budget"
     return "token" if end.commit.position in tried else "position"

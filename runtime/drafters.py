@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -64,6 +64,12 @@ class SpotDrafter:
     hedge_weights: str = "normalised"
     draft_tail: bool = False
 
+    @classmethod
+    def of(cls, order_model: OrderSession, options: Any) -> SpotDrafter:
+        """With the settings of resolved options (`runtime.decode.DecodeOptions`)."""
+        names = ("gamma", "tau", "hedge_gate", "hedge_weights", "draft_tail")
+        return cls(order_model, **{name: getattr(options, name) for name in names})
+
     def draft(self, view: Round) -> list[Node]:
         stale = Stale.of(view.stale_head, len(view.root.tokens))
         by_depth: dict[int, Candidates] = {}
@@ -116,7 +122,7 @@ class SpotDrafter:
                 def gumbel(ids: Array, position: np.int64 = position) -> Array:
                     return noise.gumbel(state.block, commits, position, ids, level=1)
 
-                tokens[m, 0] = head.tail_token(int(m), gumbel)[0]
+                tokens[m, 0] = head.tail_token(int(m), gumbel)
                 weights[m, 0] = 1.0
         return Candidates(head.positions, tokens, weights)
 

@@ -106,8 +106,8 @@ class Head:
         head = log_sum_exp(np.where(self.in_head, x, -np.inf))
         return np.where(np.isneginf(head), np.inf, best - head + 1e-6)  # a float32 sum's error on top
 
-    def tail_token(self, index: int, gumbel: Callable[[Array], Array] | None) -> tuple[int, float]:
-        """Token and confidence of the m-th position when an id outside the head proper wins, from the full row.
+    def tail_token(self, index: int, gumbel: Callable[[Array], Array] | None) -> int:
+        """Token of the m-th position when an id outside the head proper wins, from the full row.
 
         Args:
             index: the masked position's index m.
@@ -118,7 +118,11 @@ class Head:
         score = row[outside] * self.inv_temperature
         if gumbel is not None:
             score = score + gumbel(outside)
-        token = int(outside[np.argmax(score)])
-        x = row if self.rest_lse_raw is not None else row * self.inv_temperature
-        others = np.delete(x, token)
-        return token, float(x[token] - log_sum_exp(others[None])[0])
+        return int(outside[np.argmax(score)])
+
+    def token_log_odds(self, index: int, token: int) -> float:
+        """Confidence of any id at the m-th position, from the full row (see `log_odds`)."""
+        x = self.row(index).astype(np.float64)
+        if self.rest_lse_raw is None:
+            x = x * self.inv_temperature
+        return float(x[token] - log_sum_exp(np.delete(x, token)[None])[0])

@@ -17,6 +17,8 @@ FORMAT = "spot-deploy-bundle"
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 CONFIDENCES = ("tempered", "raw")
+HEDGE_WEIGHTS = ("normalised", "raw", "none")
+MAX_BUDGET = 256
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,11 @@ class Decoding:
         if bad:
             raise ValueError("; ".join(bad))
 
+    @property
+    def reserved(self) -> tuple[int, ...]:
+        """Ids that a user's text may never become."""
+        return (self.mask_id, *self.stop_ids, *([] if self.bos_id is None else [self.bos_id]))
+
     def bucket(self, filled: int) -> int:
         """The smallest bucket that holds `filled` prefix positions."""
         return next(b for b in self.buckets if b >= filled)
@@ -90,7 +97,10 @@ def default_buckets(block_width: int, max_positions: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Speculation:
-    """Defaults of the drafter; `order_model` says whether the bundle holds one."""
+    """Defaults of the drafter (see DecodeOptions); `order_model` says whether the bundle holds one.
+
+    `budgets` are the budgets that engines are made and probed for.
+    """
 
     order_model: bool
     budgets: tuple[int, ...]
@@ -99,6 +109,21 @@ class Speculation:
     tau: float
     hedge_gate: float
     hedge_weights: str
+
+    def __post_init__(self) -> None:
+        checks = {
+            f"budgets {self.budgets} do not rise from 0 to at most {MAX_BUDGET}": self.budgets[:1] == (0,)
+            and list(self.budgets) == sorted(set(self.budgets))
+            and self.budgets[-1] <= MAX_BUDGET,
+            f"the default budget {self.budget} is none of {self.budgets}": self.budget in self.budgets,
+            f"gamma {self.gamma} is not within 0..1e9": 0 <= self.gamma <= 1e9,
+            f"tau {self.tau} is not within 0.01..100": 0.01 <= self.tau <= 100,
+            f"hedge_gate {self.hedge_gate} is not within 0..1": 0 <= self.hedge_gate <= 1,
+            f"hedge_weights {self.hedge_weights!r} is none of {HEDGE_WEIGHTS}": self.hedge_weights in HEDGE_WEIGHTS,
+        }
+        bad = [text for text, right in checks.items() if not right]
+        if bad:
+            raise ValueError("; ".join(bad))
 
 
 @dataclass(frozen=True)
@@ -112,7 +137,11 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The parsed manifest. `parity` and `source` are kept as they are, for people to read."""
+    """The parsed manifest.
+
+    `named_tokens` are those that a chat template may use (bos_token, ...). `parity` and `source` are kept as they are,
+    for people to read.
+    """
 
     bundle_id: str
     created_by: str
@@ -120,6 +149,7 @@ class Manifest:
     source: Mapping[str, Any]
     precision: str
     decoding: Decoding
+    named_tokens: Mapping[str, str]
     speculation: Speculation
     graphs: Mapping[str, Mapping[str, Any]]
     parity: Mapping[str, Any]
@@ -145,6 +175,7 @@ def to_document(manifest: Manifest) -> dict[str, Any]:
         "source": dict(manifest.source),
         "precision": manifest.precision,
         "decoding": decoding,
+        "named_tokens": dict(manifest.named_tokens),
         "speculation": {f.name: getattr(manifest.speculation, f.name) for f in fields(Speculation)},
         "graphs": {role: dict(entry) for role, entry in manifest.graphs.items()},
         "parity": dict(manifest.parity),
@@ -248,6 +279,7 @@ def _parse(document: dict[str, Any]) -> Manifest:
     )
     return Manifest(
         decoding=decoding,
+        named_tokens=_take(document, "named_tokens", dict, lambda d: all(isinstance(v, str) for v in d.values())),
         speculation=speculation,
         graphs=_take(document, "graphs", dict),
         source=_take(document, "source", dict),
@@ -262,6 +294,10 @@ def _parse(document: dict[str, Any]) -> Manifest:
 
 def _cross_check(manifest: Manifest) -> None:
     """Paths stay inside the folder, every graph is a listed file, signatures are those of the sizes."""
+    for name in ("family", "checkpoint"):
+        _take(manifest.source, name, str)
+    _take(manifest.parity, "mode", str)
+    _take(manifest.parity, "measured", dict)
     paths = [f.path for f in manifest.files]
     for path in paths:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*", path):
@@ -275,6 +311,7 @@ def _cross_check(manifest: Manifest) -> None:
         raise ValueError(f"graphs are {sorted(manifest.graphs)}, expected {sorted(wanted)}")
     for role, signature in wanted.items():
         file, found = manifest.graph(role)
+        _take(manifest.graphs[role], "opset", int)
         if file not in paths:
             raise ValueError(f"the graph {role} names {file}, which is not among the files")
         if found != signature:

@@ -62,7 +62,8 @@ def next_state(state: State, head: Head, noise: Noise | None) -> tuple[State, Co
                 assert noise is not None
                 return noise.gumbel(state.block, state.commits, np.int64(position), ids, level=1)
 
-            tokens[m], confidence[m] = head.tail_token(int(m), second if noise is not None else None)
+            tokens[m] = head.tail_token(int(m), second if noise is not None else None)
+            confidence[m] = head.token_log_odds(int(m), int(tokens[m]))
     chosen = int(confidence.argmax())
     commit = Commit(int(head.positions[chosen]), int(tokens[chosen]))
     return state.after(commit), commit

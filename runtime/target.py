@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
-from spot_deploy.engines.contracts import MIN_ROWS, Array, TargetInputs, TargetOutputs, TargetSession
+from spot_deploy.engines.contracts import MASKED, MIN_ROWS, Array, TargetInputs, TargetOutputs, TargetSession
 from spot_deploy.runtime.head import Head
 from spot_deploy.runtime.manifest import Decoding
 from spot_deploy.runtime.state import State
 
-MASKED = np.float32(-1e30)
+
+def block_causal(positions: int, width: int) -> Array:
+    """Additive mask [positions, positions]: a position sees its own block and those before."""
+    block = np.arange(positions) // width
+    return np.where(block[None] <= block[:, None], np.float32(0), np.float32(MASKED))
 
 
 class PrefixCache:
@@ -65,6 +70,7 @@ class RequestTarget:
         self.cache = PrefixCache(decoding)
         self.prefill_forwards = 0
         self.store_forwards = 0
+        self.seconds = 0.0  # inside the engine
 
     def prefill(self, tokens: Array) -> None:
         """Store whole clean blocks from the start of the sequence, int64 [n * L], in chunks."""
@@ -72,9 +78,7 @@ class RequestTarget:
         chunk = max(1, self._decoding.prefill_positions // width) * width
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
-            block = np.arange(len(part)) // width
-            own = np.where(block[None] <= block[:, None], np.float32(0), MASKED)
-            self._store(part, own)
+            self._store(part, block_causal(len(part), width))
             self.prefill_forwards += 1
 
     def _store(self, tokens: Array, own_mask: Array) -> None:
@@ -106,7 +110,7 @@ class RequestTarget:
         rows = np.concatenate([i * width + state.masked for i, state in enumerate(states)])
         tokens = np.stack([state.tokens for state in states])
         if self._padded:
-            spare = 1 + budget - len(states)
+            spare = max(0, 1 + budget - len(states))
             tokens = np.concatenate((tokens, np.repeat(tokens[:1], spare, axis=0)))
             rows = np.concatenate((rows, np.full((1 + budget) * width - len(rows), rows[0])))
         start, count = self.cache.length, len(tokens)
@@ -143,17 +147,18 @@ class RequestTarget:
         self.cache.reserve(self.cache.length)
         if len(rows) < MIN_ROWS:
             rows = np.repeat(rows, MIN_ROWS)
-        return self._session.run(
-            TargetInputs(
-                input_ids=tokens[None],
-                position_base=np.array([base], np.int64),
-                parent=np.array([parent], np.int64),
-                own_mask=own_mask,
-                past_len=np.array([self.cache.length], np.int64),
-                inv_temperature=np.array([self._inverse], np.float32),
-                keep=np.zeros((1, 1), np.int64),
-                rows=rows.astype(np.int64),
-                past=self.cache.past,
-            ),
-            keep=keep,
+        inputs = TargetInputs(
+            input_ids=tokens[None],
+            position_base=np.array([base], np.int64),
+            parent=np.array([parent], np.int64),
+            own_mask=own_mask,
+            past_len=np.array([self.cache.length], np.int64),
+            inv_temperature=np.array([self._inverse], np.float32),
+            keep=np.zeros((1, 1), np.int64),
+            rows=rows.astype(np.int64),
+            past=self.cache.past,
         )
+        began = time.perf_counter()
+        outputs = self._session.run(inputs, keep=keep)
+        self.seconds += time.perf_counter() - began
+        return outputs

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from spot_deploy.engines.errors import SpotDeployError
 from spot_deploy.engines.files import read_json
@@ -18,26 +18,30 @@ class Text:
 
     Args:
         folder: holds `tokenizer.json` and, for chat, `chat_template.jinja`.
-        special: named tokens that templates may use, such as `bos_token`.
+        reserved: ids that text must never give, special in the tokenizer or not (SDAR's mask is not).
+        named: named tokens that templates may use, such as `bos_token`.
     """
 
-    def __init__(self, folder: Path, special: Mapping[str, str] | None = None):
+    def __init__(self, folder: Path, reserved: Sequence[int] = (), named: Mapping[str, str] | None = None):
         from tokenizers import Tokenizer
 
         try:
-            self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
-            # A second copy for the template's own text, whose special tokens are meant.
-            self._template_tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+            document = json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))
+            # The template's own special tokens are meant; in user text they are text.
+            self._template_tokenizer = Tokenizer.from_str(json.dumps(document))
+            for token in document.get("added_tokens", []):
+                token["special"] |= token["id"] in reserved
+            self._tokenizer = Tokenizer.from_str(json.dumps(document))
         except Exception as error:  # tokenizers raises bare Exception
             raise SpotDeployError(
                 "tokenizer", f"cannot read {folder / TOKENIZER}", seen=str(error), fix="export the bundle again"
             ) from error
         self._tokenizer.encode_special_tokens = True
         added = self._tokenizer.get_added_tokens_decoder().values()
-        self._added = [token.content for token in added]
+        self._special = [token.content for token in added if token.special]
         template = folder / TEMPLATE
         self._template = template.read_text(encoding="utf-8") if template.is_file() else None
-        self._special = dict(special or {})
+        self._named = dict(named or {})
 
     def known_ids(self) -> list[int]:
         """Every token id that the tokenizer can decode."""
@@ -58,7 +62,7 @@ class Text:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
-    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+    def render(self, messages: Sequence[Message]) -> str:
         """The chat template applied to messages, ending where the assistant's answer begins.
 
         Raises:
@@ -80,7 +84,7 @@ class Text:
         environment.globals["raise_exception"] = refuse
         try:
             return environment.from_string(self._template).render(
-                messages=[dict(m) for m in messages], add_generation_prompt=True, **self._special, **variables
+                messages=[dict(m) for m in messages], add_generation_prompt=True, **self._named
             )
         except Exception as error:  # whatever a template does with the messages
             raise SpotDeployError(
@@ -90,14 +94,14 @@ class Text:
                 fix="check the roles and their order",
             ) from error
 
-    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of rendered messages; only the template's own special tokens count as such."""
-        if not any(token in m["content"] for m in messages for token in self._added):
-            return self._encode_template(self.render(messages, **variables))
+        if not any(token in m["content"] for m in messages for token in self._special):
+            return self._encode_template(self.render(messages))
         # Contents that spell out special tokens are replaced by marks, and encoded apart.
         marks = [chr(0xF0000 + i) for i in range(len(messages))]
         marked = [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)]
-        rendered = self.render(marked, **variables)
+        rendered = self.render(marked)
         ids: list[int] = []
         text = ""
         for character in rendered:
@@ -135,23 +139,22 @@ class Text:
 
 
 class Detokenizer:
-    """Grows a text as its token ids settle; what it has given out never changes."""
+    """Grows a text as its token ids settle; what it has given out never changes.
+
+    Only the ids since the last clean boundary, and the piece before them for context, are decoded anew each time.
+    """
 
     def __init__(self, text: Text):
         self._text = text
-        self.emitted = ""
+        self._context, self._settled = 0, 0  # the last two clean boundaries
 
     def update(self, ids: Sequence[int], *, final: bool = False) -> str:
         """The new piece of text for all settled ids so far. An unfinished character waits, unless `final`."""
-        whole = self._text.decode(ids)
-        if not final:
-            whole = whole.rstrip("\ufffd")
-        if not whole.startswith(self.emitted):
-            if final:
-                raise RuntimeError(
-                    "decoding more tokens changed earlier text; the tokenizer's decoder is not incremental"
-                )
+        known = self._text.decode(ids[self._context : self._settled])
+        whole = self._text.decode(ids[self._context :])
+        if not final and whole.endswith("\ufffd"):
             return ""
-        piece = whole[len(self.emitted) :]
-        self.emitted = whole
-        return piece
+        if not whole.startswith(known):
+            raise RuntimeError("decoding more tokens changed earlier text: this tokenizer cannot be streamed")
+        self._context, self._settled = self._settled, len(ids)
+        return whole[len(known) :]

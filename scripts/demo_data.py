@@ -2,7 +2,8 @@
 
 Every example is a dict {kind, prompt, answer}; `answer` is what an assistant turn should hold. reasoning-gym
 (Apache-2.0, PyPI) makes most of them, so that training text is unlimited and answers can be checked. From
-`--data DIR` come, where present, `tinystories/*.jsonl` (objects with a "text") and `e2e/*.csv` (columns mr, ref).
+`--data DIR` come, where present, `tinystories/*_cased.jsonl` (objects with a "text") and `e2e/*fixed*.csv` (columns
+mr, ref).
 """
 
 from __future__ import annotations

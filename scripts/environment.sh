@@ -8,6 +8,7 @@ make_environment() { # folder, extras
       exit 4
     }
     "$python" -m venv "$folder" || {
+      rm -rf "$folder"
       echo "Error: $python cannot make a virtual environment. On Debian: apt-get install python3-venv" >&2
       exit 4
     }

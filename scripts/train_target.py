@@ -24,7 +24,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from spot_deploy.export.decoder import MASKED, Decoder, DecoderSpec, masked_attend
+from spot_deploy.engines.contracts import MASKED
+from spot_deploy.engines.files import atomic_path, write_json, write_text
+from spot_deploy.export.decoder import Decoder, DecoderSpec, masked_attend
 from spot_deploy.export.families import llada_tensor_names, qwen3_tensor_names
 from spot_deploy.training.checkpoints import load_state, save_state
 
@@ -199,12 +201,11 @@ def write_checkpoint(folder: Path, model: Decoder, tokenizer: Tokenizer, args: a
             "block_size": args.width,
         }
     own = dict(model.named_parameters())
-    save_file(
-        {names[n]: p.detach().to(torch.bfloat16).contiguous() for n, p in own.items()},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
+    with atomic_path(folder / "model.safetensors") as path:
+        weights = {names[n]: p.detach().to(torch.bfloat16).contiguous() for n, p in own.items()}
+        save_file(weights, path, metadata={"format": "pt"})
+    with atomic_path(folder / "tokenizer.json") as path:
+        tokenizer.save(str(path))
     documents = {
         "config.json": config | common,
         "generation_config.json": {"eos_token_id": [ids["turn"], ids["end"]], "bos_token_id": ids["end"]},
@@ -219,8 +220,8 @@ def write_checkpoint(folder: Path, model: Decoder, tokenizer: Tokenizer, args: a
         },
     }
     for name, document in documents.items():
-        (folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+        write_json(folder / name, document)
+    write_text(folder / "chat_template.jinja", CHAT_TEMPLATE)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -293,7 +294,8 @@ def main() -> None:
     )
     forward = torch.compile(batch_loss, dynamic=True) if args.compile else batch_loss
     state = args.work / "state.safetensors"
-    step = load_state(state, model, optimizer) if state.exists() else 0
+    run = f"data {len(corpus.ids)} {corpus.start.sum()} seed {args.seed} tokens {args.tokens} steps {args.steps}"
+    step = load_state(state, model, optimizer, run)
     parameters = sum(p.numel() for p in model.parameters())
     mask_id = tokenizer.token_to_id(MASK)
     log = (args.work / "log.jsonl").open("a", encoding="utf-8")
@@ -325,7 +327,7 @@ def main() -> None:
             print(line, flush=True)
             began, recent = time.monotonic(), []
         if step % args.save_every == 0 or step == args.steps:
-            save_state(state, model, optimizer, step)
+            save_state(state, model, optimizer, step, run)
             write_checkpoint(args.output, model, tokenizer, args)
 
 

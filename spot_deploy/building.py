@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spot_deploy.engines import backends
+from spot_deploy.engines.contracts import TargetSession
 from spot_deploy.engines.errors import VERIFICATION, SpotDeployError
 from spot_deploy.engines.files import read_json
 from spot_deploy.engines.probe import probe_invariance
@@ -50,30 +51,30 @@ def build_engine(
     decoding = manifest.decoding
     role = f"target-{layout}"
     session = backends.open_target(backend, bundle.graph_path(role), manifest.graph(role)[1], threads)
-    probed = (decoding.buckets[0], decoding.buckets[len(decoding.buckets) // 2])
     probe = probe_invariance(
         session,
         decoding.shape,
         decoding.block_width,
-        sorted(set(probed)),
-        sorted({1 + budget for budget in manifest.speculation.budgets}),
+        decoding.buckets,
+        1 + max(manifest.speculation.budgets),
     )
     record = EngineRecord(
         backend=backend,
         layout=layout,
         threads=threads,
         bundle_id=manifest.bundle_id,
+        providers=backends.providers(backend),
         versions=backends.versions(backend),
         probe=probe,
         smoke={},
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
-    record = EngineRecord(**{**vars(record), "smoke": smoke_test(bundle, record)})
+    record = EngineRecord(**{**vars(record), "smoke": smoke_test(bundle, record, session)})
     write_record(path, record)
     return record, True
 
 
-def smoke_test(bundle: Bundle, record: EngineRecord) -> dict[str, Any]:
+def smoke_test(bundle: Bundle, record: EngineRecord, session: TargetSession) -> dict[str, Any]:
     """Replay the golden commit traces, draft-free.
 
     Raises:
@@ -81,7 +82,7 @@ def smoke_test(bundle: Bundle, record: EngineRecord) -> dict[str, Any]:
     """
     golden = read_json(bundle.path / GOLDEN, code="golden", fix="export the bundle again")
     commits = 0
-    with Runtime.from_bundle(bundle, record, record.threads) as runtime:
+    with Runtime.from_bundle(bundle, record, target=session) as runtime:
         for trace in golden["traces"]:
             seen: list[list[int]] = []
 

@@ -13,6 +13,7 @@ import click
 
 from spot_deploy.engines.backends import BACKENDS
 from spot_deploy.engines.errors import usage_error
+from spot_deploy.runtime.manifest import MAX_BUDGET
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,18 +25,21 @@ backend_option = click.option(
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
 
 
-class Integers(click.ParamType[tuple[int, ...]]):
-    """Comma-separated whole numbers."""
+class Budgets(click.ParamType[tuple[int, ...]]):
+    """Comma-separated draft budgets."""
 
-    name = "N,N,..."
+    name = "D,D,..."
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
         try:
-            return tuple(int(part) for part in str(value).split(","))
+            budgets = tuple(int(part) for part in str(value).split(","))
+            if not all(0 <= budget <= MAX_BUDGET for budget in budgets):
+                raise ValueError
         except ValueError:
-            self.fail(f"{value!r} is no list of whole numbers such as 0,3,8", param, ctx)
+            self.fail(f"{value!r} is no list of whole numbers within 0..{MAX_BUDGET}, such as 0,3,8", param, ctx)
+        return budgets
 
 
 class Numbers(click.ParamType[tuple[float, ...]]):
@@ -65,13 +69,17 @@ def stderr_console() -> Console:
 
 
 @contextmanager
-def spinner(text: str) -> Iterator[Any]:
-    """A spinner with the elapsed time on a terminal; plain lines elsewhere. Yields a function that changes the text."""
+def spinner(text: str, *, only_terminal: bool = False) -> Iterator[Any]:
+    """A spinner with the elapsed time on a terminal; elsewhere plain lines, or nothing.
+
+    Yields a function that changes the text.
+    """
     console = stderr_console()
     if not console.is_terminal:
 
         def line(new: str) -> None:
-            console.print(f"{new} ...")
+            if not only_terminal:
+                console.print(f"{new} ...")
 
         line(text)
         yield line

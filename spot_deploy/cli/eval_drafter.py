@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from spot_deploy.cli.common import Integers, backend_option, bundle_argument, emit, json_option, progress_bar
+from spot_deploy.cli.common import Budgets, backend_option, bundle_argument, emit, json_option, progress_bar
 
 
 @click.command("eval-drafter")
@@ -16,7 +16,7 @@ from spot_deploy.cli.common import Integers, backend_option, bundle_argument, em
     "--prompts", type=click.Path(path_type=Path), required=True, help='JSON lines {"prompt": ..., "kind": ...}.'
 )
 @click.option("--chat", is_flag=True, help="Put the prompts into the target's chat template.")
-@click.option("--budgets", type=Integers(), default="0,3,8,20", show_default=True)
+@click.option("--budgets", type=Budgets(), default="0,3,8,20", show_default=True)
 @click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True)
 @click.option("--gamma", type=click.FloatRange(0), help="Mass floor. [bundle's default]")
 @click.option("--seed", type=click.IntRange(0, 2**63), default=0, show_default=True, help="Prompt n takes seed + n.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -14,17 +15,19 @@ from spot_deploy.cli.common import bundle_argument, emit, json_option
 @json_option
 def command(bundle: Path, as_json: bool) -> None:
     """Check BUNDLE's files and show what it holds."""
-    from spot_deploy.engines.files import read_json
+    from spot_deploy.engines.backends import BACKENDS
+    from spot_deploy.engines.record import read_record, record_path
     from spot_deploy.runtime.bundle import open_bundle
     from spot_deploy.runtime.manifest import to_document
 
     opened = open_bundle(bundle)
     manifest = opened.manifest
     engines = {}
-    for path in sorted((bundle / "engines").glob("*/engine.json")):
-        engines[path.parent.name] = read_json(path, code="engine-record", fix="build the engine again")
+    for backend in BACKENDS:
+        if record_path(bundle, backend).is_file():
+            engines[backend] = read_record(bundle, backend, manifest.bundle_id, here=False)
     if as_json:
-        emit(to_document(manifest) | {"engines": engines})
+        emit(to_document(manifest) | {"engines": {name: asdict(record) for name, record in engines.items()}})
         return
     decoding, speculation, source = manifest.decoding, manifest.speculation, manifest.source
     lines = {
@@ -53,5 +56,7 @@ def command(bundle: Path, as_json: bool) -> None:
     for file in manifest.files:
         click.echo(f"  {file.bytes:>12,}  {file.sha256[:16]}  {file.path}")
     for name, record in engines.items():
-        exact = "strictly exact" if record["probe"]["strict"] else "not bit-exact"
-        click.echo(f"engine    {name}: {record['layout']}, {record['threads']} threads, {exact}, {record['versions']}")
+        exact = (
+            f"strictly exact up to budget {record.exact_budget(record.threads)}" if record.exact else "not bit-exact"
+        )
+        click.echo(f"engine    {name}: {record.layout}, {record.threads} threads, {exact}, {dict(record.versions)}")

@@ -6,11 +6,11 @@ import importlib
 import json
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
-from spot_deploy.engines.errors import INTERRUPTED, USAGE, SpotDeployError
+from spot_deploy.engines.errors import FAILURE, INTERRUPTED, USAGE, SpotDeployError
 
 VERBS = {
     "export": "Checkpoint and order model to a bundle.",
@@ -51,41 +51,45 @@ def cli(debug: bool) -> None:
     """
 
 
-def report(error: SpotDeployError) -> None:
-    """Show an error: plain lines on stderr; with --json one object on stdout as well."""
-    click.echo(f"Error: {error}", err=True)
-    if "--json" in sys.argv:
-        click.echo(json.dumps({"error": error.as_dict()}))
-
-
 def main(arguments: list[str] | None = None) -> Any:
     """Entry point of the console script."""
-    debug = "--debug" in (arguments if arguments is not None else sys.argv[1:])
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        code = cli.main(arguments, prog_name="spot-deploy", standalone_mode=False)
+        code = cli.main(given, prog_name="spot-deploy", standalone_mode=False)
         sys.stdout.flush()
-        sys.exit(code if isinstance(code, int) else 0)
     except SpotDeployError as error:
-        if debug:
+        if "--debug" in given:
             raise
-        report(error)
-        sys.exit(error.exit_code)
+        click.echo(f"Error: {error}", err=True)
+        _leave(given, error.exit_code, error.as_dict())
     except (click.Abort, KeyboardInterrupt):
         click.echo("Interrupted.", err=True)
-        sys.exit(INTERRUPTED)
-    except click.UsageError as error:
-        error.show()
-        sys.exit(USAGE)
+        _leave(given, INTERRUPTED, {"code": "interrupted", "what": "interrupted"})
     except click.ClickException as error:
         error.show()
-        sys.exit(error.exit_code)
+        code = USAGE if isinstance(error, click.UsageError) else error.exit_code
+        _leave(given, code, {"code": "usage", "what": error.format_message()})
     except BrokenPipeError:
         # The reader of our output went away; leave without a second error at shutdown.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except Exception as error:
-        if debug:
+        sys.exit(FAILURE)
+    except OSError as error:
+        if "--debug" in given:
             raise
-        click.echo(f"Error: this is a bug in spot-deploy: {type(error).__name__}: {error}", err=True)
-        click.echo("  fix: run again with --debug before the verb and report the traceback", err=True)
-        sys.exit(1)
+        what = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
+        click.echo(f"Error: {what} [os-error]", err=True)
+        _leave(given, FAILURE, {"code": "os-error", "what": what})
+    except Exception as error:
+        if "--debug" in given:
+            raise
+        what = f"this is a bug in spot-deploy: {type(error).__name__}: {error}"
+        click.echo(f"Error: {what}\n  fix: run again with --debug before the verb, and report the traceback", err=True)
+        _leave(given, FAILURE, {"code": "bug", "what": what})
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _leave(arguments: list[str], code: int, error: dict[str, str]) -> NoReturn:
+    """Exit; with --json, the error is one object on stdout as well."""
+    if "--json" in arguments:
+        click.echo(json.dumps({"error": error}))
+    sys.exit(code)

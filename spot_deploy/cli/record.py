@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from spot_deploy.cli.common import Numbers, backend_option, bundle_argument, emit, json_option, progress_bar
-from spot_deploy.engines.errors import usage_error
 
 
 @click.command("record")
@@ -40,12 +39,13 @@ def command(
     """Decode prompts with BUNDLE draft-free and record every pass. Goes on where it stopped."""
     from spot_deploy.cli.export import require_export_packages
     from spot_deploy.runtime.api import Runtime
+    from spot_deploy.runtime.decode import DecodeOptions
     from spot_deploy.training.prompts import read_prompts
     from spot_deploy.training.recording import record
 
     require_export_packages()
-    if any(not 0 <= t <= 100 for t in temperatures):
-        raise usage_error("options", f"temperatures are {temperatures}", wanted="within 0..100", fix="such as 0,1")
+    for temperature in temperatures:
+        DecodeOptions(temperature=temperature, seed=seed)  # raises where one is out of range
     chosen = read_prompts(prompts, limit)
     with Runtime.load(bundle, backend=backend, threads=threads) as runtime, progress_bar("prompts", len(chosen)) as bar:
         passes = record(

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from spot_deploy.cli.common import backend_option, bundle_argument, emit, json_option, read_prompt, stderr_console
-from spot_deploy.runtime.decode import HEDGE_WEIGHTS, MAX_BUDGET, VERIFIERS, DecodeOptions
+from spot_deploy.cli.common import (
+    backend_option,
+    bundle_argument,
+    emit,
+    json_option,
+    read_prompt,
+    spinner,
+    stderr_console,
+)
+from spot_deploy.engines.errors import VERIFICATION, SpotDeployError, usage_error
+from spot_deploy.runtime.decode import VERIFIERS, DecodeOptions
+from spot_deploy.runtime.manifest import HEDGE_WEIGHTS, MAX_BUDGET
 
 if TYPE_CHECKING:
     from spot_deploy.runtime.api import Result, Runtime
@@ -64,9 +75,13 @@ def command(
     text = read_prompt(prompt)
     given: Any = [{"role": "user", "content": text}] if chat else text
     with Runtime.load(bundle, backend=backend, threads=threads) as runtime:
+        if compare and not runtime.resolve(options).budget:
+            raise usage_error(
+                "compare", "there is nothing to compare with draft-free decoding", fix="--budget 1 or more"
+            )
         show = not as_json and (sys.stdout.isatty() if stream is None else stream)
         result = _decode(runtime, given, options, show)
-        control = runtime.generate(given, options, budget=0) if compare else None
+        control = _decode(runtime, given, replace(options, budget=0), False) if compare else None
     if control is not None and options.exact and result.exact and control.token_ids != result.token_ids:
         _raise_unequal(result, control)
     if as_json:
@@ -83,22 +98,20 @@ def command(
         click.echo("the texts are identical" if same else "the texts differ (this mode is not exact)", err=True)
 
 
-def _decode(runtime: Runtime, prompt: Any, options: Any, show: bool) -> Result:
-    from spot_deploy.runtime.api import Finished, TextEvent
+def _decode(runtime: Runtime, prompt: Any, options: DecodeOptions, show: bool) -> Result:
+    from spot_deploy.runtime.api import TextEvent
 
+    if not show:
+        with spinner("decoding", only_terminal=True):
+            return runtime.generate(prompt, options)
     for event in runtime.stream(prompt, options):
-        if isinstance(event, TextEvent) and show:
+        if isinstance(event, TextEvent):
             click.echo(event.text, nl=False)
-        elif isinstance(event, Finished):
-            if show:
-                click.echo()
-            return event.result
-    raise AssertionError("a stream ends with Finished")
+    click.echo()
+    return event.result  # type: ignore[union-attr]  # the last event is Finished
 
 
 def _raise_unequal(result: Result, control: Result) -> None:
-    from spot_deploy.engines.errors import VERIFICATION, SpotDeployError
-
     first = next(
         (i for i, (a, b) in enumerate(zip(result.token_ids, control.token_ids, strict=False)) if a != b),
         min(len(result.token_ids), len(control.token_ids)),

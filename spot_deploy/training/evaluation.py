@@ -11,7 +11,7 @@ import numpy as np
 
 from spot_deploy.runtime.api import Runtime
 from spot_deploy.runtime.decode import DecodeOptions
-from spot_deploy.runtime.drafters import Drafter, OracleDrafter, SpotDrafter
+from spot_deploy.runtime.drafters import Drafter, OracleDrafter
 from spot_deploy.runtime.features import Stale, order_inputs
 from spot_deploy.runtime.noise import Noise
 from spot_deploy.training.prompts import Prompt
@@ -60,18 +60,9 @@ def evaluate(
     rows: dict[str, Row] = defaultdict(Row)
     hits: dict[int, list[tuple[bool, bool]]] = {depth: [] for depth in DEPTHS}
     order = runtime.order_model
-    spot = None
-    if order is not None:
-        spot = SpotDrafter(
-            order,
-            gamma=options.gamma or 0.0,
-            tau=options.tau or 1.0,
-            hedge_gate=0.6 if options.hedge_gate is None else options.hedge_gate,
-            hedge_weights=options.hedge_weights or "normalised",
-            draft_tail=options.draft_tail,
-        )
+    spot = runtime.spot_drafter(options) if order is not None else None
     for number, prompt in enumerate(prompts):
-        trajectory = Trajectory()
+        trajectory = Trajectory(keep_rows=options.draft_tail)
         given: Any = [{"role": "user", "content": prompt.text}] if chat else prompt.text
         runtime.generate(given, options, budget=0, seed=options.seed + number, observe=trajectory)
         noise = None

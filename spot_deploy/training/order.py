@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -141,7 +142,9 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     output.mkdir(parents=True, exist_ok=True)
     state = output / "state.safetensors"
-    step = load_state(state, model, optimizer) if state.exists() else 0
+    run = hashlib.sha256(records.arrays["position"].tobytes() + records.arrays["token"].tobytes()).hexdigest()[:16]
+    run += f" batch {options.batch} rate {options.learning_rate} seed {options.seed} init {init}"
+    step = load_state(state, model, optimizer, run)
     sets = validation_set(records, held)
     losses: list[float] = []
     result = accuracy(records, model.eval(), sets) if step >= options.steps else {}
@@ -160,7 +163,7 @@ def train(
         step += 1
         losses.append(loss.item())
         if step % options.save_every == 0 or step == options.steps:
-            save_state(state, model, optimizer, step)
+            save_state(state, model, optimizer, step, run)
             result = accuracy(records, model.eval(), sets)
             note: dict[str, object] = {
                 "steps": step,

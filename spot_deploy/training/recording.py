@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from spot_deploy.engines.errors import SpotDeployError
-from spot_deploy.engines.files import read_json, write_json
+from spot_deploy.engines.files import atomic_path, read_json, write_json
 from spot_deploy.runtime.api import Runtime
 from spot_deploy.training.prompts import Prompt
 from spot_deploy.training.records import FORMAT, META, Recorder
@@ -38,6 +38,7 @@ def record(
     digest = hashlib.sha256("\n".join(p.text for p in prompts).encode()).hexdigest()
     meta = {
         "format": FORMAT,
+        "bundle_id": runtime.bundle_id,
         "block_width": runtime.decoding.block_width,
         "prompts_sha256": digest,
         "chat": chat,
@@ -45,7 +46,6 @@ def record(
         "max_new_tokens": max_new_tokens,
         "seed": seed,
     }
-    folder.mkdir(parents=True, exist_ok=True)
     if (folder / META).exists():
         seen = read_json(folder / META, code="records", fix="choose another folder")
         if seen != meta:
@@ -56,7 +56,6 @@ def record(
                 wanted=str(meta),
                 fix="choose another folder, or delete this one",
             )
-    write_json(folder / META, meta)
     passes = 0
     for first in range(0, len(prompts), SHARD):
         path = folder / f"shard-{first // SHARD:05d}.safetensors"
@@ -73,8 +72,9 @@ def record(
                     observe=recorder,
                 )
                 passes += result.nfe
-            temporary = path.with_suffix(".tmp")
-            save_file(recorder.tensors(), temporary)
-            temporary.replace(path)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / META, meta)
+            with atomic_path(path) as temporary:
+                save_file(recorder.tensors(), temporary)
         progress(min(first + SHARD, len(prompts)), f"{passes} passes")
     return passes

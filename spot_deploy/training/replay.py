@@ -7,10 +7,11 @@ so which drafts are accepted is a matter of comparing with it (a test decodes fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from spot_deploy.engines.contracts import Array
 from spot_deploy.runtime.drafters import Drafter, Round
 from spot_deploy.runtime.head import Head
 from spot_deploy.runtime.noise import Noise
@@ -28,16 +29,25 @@ class Step:
     commit: Commit
 
 
-class Trajectory:
-    """A draft-free trajectory; collect it as a decode's observer."""
+def _no_row(index: int) -> Array:
+    raise RuntimeError("full rows were not kept")
 
-    def __init__(self) -> None:
+
+class Trajectory:
+    """A draft-free trajectory; collect it as a decode's observer.
+
+    Args:
+        keep_rows: keep every pass's full logits as well, which drafting from the tail needs.
+    """
+
+    def __init__(self, *, keep_rows: bool = False) -> None:
+        self._keep_rows = keep_rows
         self.blocks: list[list[Step]] = []
 
     def __call__(self, state: State, head: Head, commit: Commit) -> None:
         if state.commits == 0:
             self.blocks.append([])
-        self.blocks[-1].append(Step(state, head, commit))
+        self.blocks[-1].append(Step(state, head if self._keep_rows else replace(head, row=_no_row), commit))
 
     def lookup(self, block: int, commits: int) -> Commit | None:
         """The true commit (see drafters.OracleDrafter)."""

@@ -39,7 +39,7 @@ def session(tiny_bundle):
 
 def probe(session):
     shape = TargetShape(layers=2, kv_heads=2, head_dim=16, vocab=320, raw_confidence=False)
-    return probe_invariance(session, shape, 8, (16, 64), (1, 4, 9))
+    return probe_invariance(session, shape, 8, (16, 64), 9)
 
 
 def test_probe_passes_the_split_layout(session):
@@ -130,4 +130,4 @@ def test_toy_target_is_invariant_too():
             past[1][0, 0, :filled, 0] = np.arange(filled)
             return target.run(type(inputs)(**{**vars(inputs), "past": past}), keep=keep)
 
-    assert probe_invariance(WithoutPastCheck(), shape, 4, (8, 32), (1, 3))["strict"]
+    assert probe_invariance(WithoutPastCheck(), shape, 4, (8, 32), 3)["strict"]

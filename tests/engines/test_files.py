@@ -49,6 +49,11 @@ def test_an_empty_folder_may_be_filled_and_a_full_one_may_not(tmp_path):
     (tmp_path / "full" / "letter").write_text("dear")
     with pytest.raises(SpotDeployError, match="already there"):
         make(tmp_path / "full", "one", force=True)
+    make(tmp_path / "real", "one")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    make(tmp_path / "link", "two", force=True)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "mark").read_text() == "two"
     with pytest.raises(SpotDeployError, match="cannot write"):
         make(tmp_path / "no" / "parent", "one")
     (tmp_path / "file").write_text("x")
@@ -64,6 +69,17 @@ def test_file_is_kept_when_writing_fails(tmp_path, monkeypatch):
         write_text(path, "new")
     assert read_json(path, code="x", fix="y") == {"a": 1}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_are_readable_by_others_as_the_umask_says(tmp_path):
+    old = os.umask(0o022)
+    try:
+        write_text(tmp_path / "a", "x")
+        make(tmp_path / "folder", "one")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
+    assert (tmp_path / "folder").stat().st_mode & 0o777 == 0o755
 
 
 def test_nan_is_never_written(tmp_path):

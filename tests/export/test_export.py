@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -19,7 +20,9 @@ from spot_deploy.export.bundle_writer import ExportOptions, export_bundle
 from spot_deploy.export.checkpoint import open_checkpoint
 from spot_deploy.export.families import SDAR
 from spot_deploy.export.order_model import OrderModel
+from spot_deploy.runtime.drafters import OracleDrafter
 from spot_deploy.runtime.manifest import read_manifest
+from spot_deploy.training.replay import Trajectory
 
 
 @pytest.fixture
@@ -152,6 +155,10 @@ def test_tied_head_shards_and_no_order_model(tmp_path):
         assert runtime.generate("the cat", max_new_tokens=9, ignore_eos=True).budget == 0
         with pytest.raises(SpotDeployError, match="no order model"):
             runtime.generate("the cat", budget=3)
+        trajectory = Trajectory()
+        control = runtime.generate("the cat", max_new_tokens=20, observe=trajectory)
+        oracle = OracleDrafter(trajectory.lookup, 32)
+        assert runtime.generate("the cat", max_new_tokens=20, budget=3, drafter=oracle).nfe < control.nfe
 
 
 def test_existing_output_is_replaced_only_by_force_and_only_if_it_is_a_bundle(tiny_copy, tiny_checkpoint, tmp_path):
@@ -179,6 +186,10 @@ REFUSED = {
     "small-vocabulary": ({"vocab_size": 200}, "checkpoint-tokenizer"),
     "mask": ({"mask_token_id": 5000}, "checkpoint-decoding"),
     "width": ({"block_size": 100}, "checkpoint-decoding"),
+    "width-zero": ({"block_size": 0}, "checkpoint-decoding"),
+    "width-negative": ({"block_size": -8}, "checkpoint-decoding"),
+    "capacity": ({"max_position_embeddings": "many"}, "checkpoint-decoding"),
+    "rope-parameters": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "checkpoint-unsupported"),
 }
 
 
@@ -188,6 +199,17 @@ def test_config_that_cannot_be_decoded(checkpoint_copy, changes, code):
     with pytest.raises(SpotDeployError) as caught:
         open_checkpoint(checkpoint_copy)
     assert caught.value.code == code
+
+
+def test_rope_theta_is_read_by_both_sides(checkpoint_copy):
+    """The oracle takes its settings from the checkpoint's config, not from what we read out of it."""
+    edit_config(checkpoint_copy, rope_theta=500.0)
+    checkpoint = open_checkpoint(checkpoint_copy)
+    tensors = checkpoint.tensors()
+    parity.layer_parity(checkpoint, tensors)
+    misread = replace(checkpoint, spec=replace(checkpoint.spec, rope_theta=10_000.0))
+    with pytest.raises(SpotDeployError, match="layer0"):
+        parity.layer_parity(misread, tensors)
 
 
 @pytest.mark.parametrize("damage", ["missing", "extra", "shape", "truncated", "no-file"])
@@ -234,7 +256,16 @@ def test_signatures_cover_the_contract():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"budgets": (3, 8)}, {"budgets": (0, 8, 3)}, {"budget": 7}, {"parity": "some"}], ids=str
+    "bad",
+    [
+        {"budgets": (3, 8)},
+        {"budgets": (0, 8, 3)},
+        {"budget": 7},
+        {"parity": "some"},
+        {"gamma": float("nan")},
+        {"budgets": (0, 300)},
+    ],
+    ids=str,
 )
 def test_export_options_out_of_range(bad):
     with pytest.raises(SpotDeployError) as caught:

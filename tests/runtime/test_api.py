@@ -19,7 +19,9 @@ def test_stream_and_generate_agree(tiny_runtime, temperature):
     result = events[-1].result
     assert isinstance(events[-1], Finished)
     assert result.token_ids == tiny_runtime.generate("the cat", options).token_ids
-    assert "".join(e.text for e in events if isinstance(e, TextEvent)) == result.text
+    pieces = [e.text for e in events if isinstance(e, TextEvent)]
+    assert len(pieces) > 1
+    assert "".join(pieces) == result.text == tiny_runtime.text.decode(result.token_ids)
     commits = [e for e in events if isinstance(e, CommitEvent)]
     assert len(commits) == result.commits
     assert sum(e.drafted for e in commits) == result.accepted
@@ -36,6 +38,7 @@ def test_settled_text_waits_for_gaps():
         elif isinstance(event, TextEvent):
             text += event.text
             assert all(chr(97 + known[2 + i]) == c for i, c in enumerate(text))
+    assert len(text) == 10
 
 
 def test_threads_share_a_runtime(tiny_runtime):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,8 @@ import pytest
 from reference_target import ReferenceTarget
 from toy_target import ToyTarget, toy_runtime
 
-from spot_deploy import SpotDeployError
-from spot_deploy.runtime.api import Runtime
-from spot_deploy.runtime.decode import DecodeOptions
+from spot_deploy import CommitEvent, DecodeOptions, Runtime, SpotDeployError, build_engine
+from spot_deploy.runtime.audit import audit
 from spot_deploy.runtime.drafters import OracleDrafter
 from spot_deploy.training.replay import Trajectory
 
@@ -99,16 +99,14 @@ def test_toy_grid_equals_draft_free(temperature, raw):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 1.5])
-def test_no_fuse_has_its_own_control(temperature):
-    target = ToyTarget(width=4, vocab=7, mask_id=6)
-    runtime = toy_runtime(target)
-    options = DecodeOptions(temperature=temperature, max_new_tokens=14, ignore_eos=True)
-    fused = runtime.generate([1, 2], options, budget=3)
-    apart = runtime.generate([1, 2], options, budget=3, fuse=False)
-    # The toy's logits do not depend on how a block was stored, so both modes agree here.
-    assert fused.token_ids == apart.token_ids
-    assert (fused.nfe, fused.store_forwards) == (apart.nfe, 0)
-    assert apart.store_forwards == 3
+def test_no_fuse_equals_its_own_control(temperature, tiny_runtime):
+    for runtime, prompt in ((toy_runtime(ToyTarget(width=4)), [1, 2]), (tiny_runtime, [1, 2, 3])):
+        options = DecodeOptions(temperature=temperature, max_new_tokens=30, ignore_eos=True, fuse=False)
+        control = runtime.generate(prompt, options, budget=0)
+        result = runtime.generate(prompt, options, budget=3)
+        assert_identities(result, control, runtime.decoding)
+        blocks = runtime.decoding.blocks(len(prompt), 30)
+        assert result.store_forwards == control.store_forwards == blocks - 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -122,7 +120,7 @@ def test_demo_reference_equals_draft_free(temperature, demo_runtime):
         target=reference,
         order_model=demo_runtime.order_model,
         backend="reference",
-        exact_engine=True,
+        exact_budget=256,
     )
     options = DecodeOptions(temperature=temperature, seed=3, max_new_tokens=90, ignore_eos=True)
     prompt = [{"role": "user", "content": "Reverse this list of words: one, two, three, four"}]
@@ -137,11 +135,27 @@ def test_demo_reference_equals_draft_free(temperature, demo_runtime):
 # Rungs 2 and 3: ONNX Runtime, states one at a time, and batched after the invariance probe.
 
 
+def assert_lossless(runtime, prompt, options, control, **variant):
+    """Strict equality where the probe passed; else the audit at the draft-free shape, near ties only."""
+    events = list(runtime.stream(prompt, options, **variant))
+    result = events[-1].result
+    if result.exact:
+        assert_identities(result, control, runtime.decoding)
+    commits = [event for event in events if isinstance(event, CommitEvent)]
+    report = audit(runtime._target, runtime.decoding, runtime.prompt_ids(prompt), options, commits, PROBED_ERROR)
+    assert report.commits == result.commits
+    assert report.violations == 0
+    if result.exact:
+        assert report.near_ties == 0
+    return result
+
+
+PROBED_ERROR = 1e-4  # of a logit; the probe of the packed layout finds about 1e-5
+
+
 @pytest.mark.parametrize("sequential", [True, False], ids=["one-at-a-time", "batched"])
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_onnxruntime_equals_draft_free(temperature, sequential, tiny_runtime):
-    if not sequential:
-        assert tiny_runtime.exact_engine, "the invariance probe failed on this machine: strict equality is not claimed"
     accepted = 0
     # None, shorter than a block, inside one, whole blocks, and up to the capacity of 256.
     for seed, length in enumerate((0, 1, 5, 8, 11, 220)):
@@ -152,16 +166,16 @@ def test_onnxruntime_equals_draft_free(temperature, sequential, tiny_runtime):
         )
         control, trajectory = trajectory_of(tiny_runtime, prompt, options)
         for variant in ({"budget": 3}, {"budget": 8, "gamma": 0.02}, {"budget": 5, "verifier": "uncoupled"}):
-            assert_identities(tiny_runtime.generate(prompt, options, **variant), control, tiny_runtime.decoding)
-        result = tiny_runtime.generate(prompt, options, budget=4, drafter=OracleDrafter(trajectory.lookup, 32))
-        assert_identities(result, control, tiny_runtime.decoding)
-        accepted += result.accepted
-    assert accepted >= 100 or temperature > 1
+            assert_lossless(tiny_runtime, prompt, options, control, **variant)
+        # Drafts are right more seldom at high temperature; more tries make up for it.
+        for top in (32, 31, 30, 29) if temperature > 1 else (32,):
+            oracle = OracleDrafter(trajectory.lookup, top)
+            accepted += assert_lossless(tiny_runtime, prompt, options, control, budget=4, drafter=oracle).accepted
+    assert accepted >= 100
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 1.5])
 def test_demo_on_onnxruntime_equals_draft_free(temperature, demo_runtime):
-    assert demo_runtime.exact_engine
     accepted = 0
     for seed, words in enumerate(
         ("A cup holds 3 spoons of tea. How many do 4 cups hold?", "Go on with this story: Ben")
@@ -177,12 +191,37 @@ def test_demo_on_onnxruntime_equals_draft_free(temperature, demo_runtime):
             {"budget": 8, "draft_tail": True},
             {"budget": 8, "hedge_gate": 1.0, "hedge_weights": "raw", "tau": 1.5},
         ):
-            result = demo_runtime.generate(prompt, options, **variant)
-            assert_identities(result, control, demo_runtime.decoding)
-            accepted += result.accepted
-        oracle = demo_runtime.generate(prompt, options, budget=8, drafter=OracleDrafter(trajectory.lookup, 32))
-        assert_identities(oracle, control, demo_runtime.decoding)
+            accepted += assert_lossless(demo_runtime, prompt, options, control, **variant).accepted
+        oracle = OracleDrafter(trajectory.lookup, 32)
+        assert_lossless(demo_runtime, prompt, options, control, budget=8, drafter=oracle)
     assert accepted >= 100
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_packed_layout_passes_the_audit(temperature, tiny_copy):
+    """Its rows depend on their slot in the last bits on some machines, so equality is not claimed, but near ties are."""
+    record, _ = build_engine(tiny_copy, backend="onnxruntime", layout="packed", threads=1)
+    with Runtime.load(tiny_copy) as runtime:
+        for seed in range(3):
+            options = DecodeOptions(temperature=temperature, seed=seed, max_new_tokens=40, ignore_eos=True)
+            control, trajectory = trajectory_of(runtime, [5, 6, 7], options)
+            result = assert_lossless(runtime, [5, 6, 7], options, control, budget=8)
+            assert result.exact == record.exact
+            assert_lossless(runtime, [5, 6, 7], options, control, drafter=OracleDrafter(trajectory.lookup, 32))
+
+
+def test_audit_finds_a_wrong_token_and_a_wrong_order(tiny_runtime):
+    options = DecodeOptions(max_new_tokens=21, ignore_eos=True, budget=0)
+    events = [e for e in tiny_runtime.stream([5, 6, 7], options) if isinstance(e, CommitEvent)]
+
+    def violations(changed):
+        ids = tiny_runtime.prompt_ids([5, 6, 7])
+        return audit(tiny_runtime._target, tiny_runtime.decoding, ids, options, changed, 1e-5).violations
+
+    assert violations(events) == 0
+    wrong = replace(events[3], token=(events[3].token + 1) % 256)
+    assert violations([*events[:3], wrong, *events[4:]]) >= 1
+    assert violations([events[1], events[0], *events[2:]]) >= 1
 
 
 def test_exact_and_greedy_at_temperature_zero_agree():

@@ -51,7 +51,8 @@ def test_log_odds_and_head_proper(seed, vocab, width, temperature, levels, raw):
         if head.in_head[m, 0]:
             assert odds[m] == pytest.approx(exact_log_odds(logits[m], head.ids[m, 0], scale), abs=2e-5)
         outside = np.flatnonzero(logits[m] <= bound[m])
-        token, confidence = head.tail_token(m, None)
+        token = head.tail_token(m, None)
+        confidence = head.token_log_odds(m, token)
         best = outside[np.argmax(logits[m][outside])]
         assert token == best
         assert confidence == pytest.approx(exact_log_odds(logits[m], best, scale), abs=1e-9)
@@ -76,4 +77,5 @@ def test_banned_ids_never_count():
 def test_all_logits_equal_leaves_an_empty_head():
     head = head_of(np.full((1, 50), 3.0))
     assert not head.in_head.any()
-    assert head.tail_token(0, None) == (0, pytest.approx(-np.log(49)))
+    assert head.tail_token(0, None) == 0
+    assert head.token_log_odds(0, 0) == pytest.approx(-np.log(49))

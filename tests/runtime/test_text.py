@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ TEXTS = ["the cat", "", " ", "naïve 🙂👍🏽 東京", "a\n\n\tb", "extra260
 
 @pytest.fixture(scope="module")
 def text(tiny_bundle):
-    return Text(tiny_bundle)
+    return Text(tiny_bundle, reserved=(299, 298, 296))
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,23 @@ def test_user_text_never_becomes_a_special_token(text, written):
     plain = text.encode_chat([{"role": "user", "content": "x"}])
     attacked = text.encode_chat([{"role": "user", "content": written}])
     assert [i for i in plain if i in special] == [i for i in attacked if i in special]
+
+
+def test_reserved_ids_are_never_text_even_if_the_tokenizer_does_not_call_them_special(tiny_bundle, tmp_path):
+    """SDAR's mask is an added token with special=false."""
+    document = json.loads((tiny_bundle / "tokenizer.json").read_text())
+    for token in document["added_tokens"]:
+        token["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    assert Text(tmp_path).encode("<|MASK|>") == [299]
+    assert 299 not in Text(tmp_path, reserved=(299,)).encode("a<|MASK|>b")
+
+
+def test_template_may_use_named_tokens(tiny_bundle, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((tiny_bundle / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}{{ messages[0].content }}")
+    text = Text(tmp_path, named={"eos_token": "<|im_end|>"})
+    assert text.encode_chat([{"role": "user", "content": "the"}])[0] == 298
 
 
 def test_template_is_sandboxed(tmp_path, tiny_bundle):

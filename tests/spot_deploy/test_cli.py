@@ -149,6 +149,10 @@ USAGE = {
     "layout": ["build-engine", "BUNDLE", "--layout", "diagonal"],
     "parity": ["export", "X", "-o", "Y", "--parity", "some"],
     "budgets": ["export", "X", "-o", "Y", "--budgets", "3;8"],
+    "budgets-negative": ["eval-drafter", "BUNDLE", "--prompts", "x", "--budgets", "0,-3"],
+    "budgets-large": ["export", "X", "-o", "Y", "--budgets", "0,500"],
+    "gamma-nan": ["export", "X", "-o", "Y", "--gamma", "nan"],
+    "compare-nothing": ["run", "BUNDLE", "--prompt", "x", "--budget", "0", "--compare"],
     "prompts-missing": ["record", "BUNDLE", "--prompts", "nothing.jsonl", "-o", "Z"],
 }
 
@@ -199,6 +203,29 @@ def test_inspect(spot, tiny_bundle):
     assert document["engines"]["onnxruntime"]["probe"]["strict"] is True
 
 
+@pytest.mark.parametrize("content", ["{}", "[]", "{"])
+def test_inspect_of_a_damaged_engine_record(spot, tiny_copy, content):
+    (tiny_copy / "engines" / "onnxruntime" / "engine.json").write_text(content)
+    result = spot("inspect", tiny_copy)
+    assert result.code == 1
+    assert result.out == ""
+    assert "build-engine" in result.err
+
+
+def test_errors_are_objects_with_json(spot, tiny_bundle):
+    usage = spot("run", tiny_bundle, "--prompt", "x", "--budget", "-1", "--json")
+    assert usage.code == 2
+    assert json.loads(usage.out)["error"]["code"] == "usage"
+
+
+def test_other_threads_than_the_probe_had_are_not_called_exact(spot, tiny_bundle):
+    arguments = ("run", tiny_bundle, "--prompt", "x", "--max-new-tokens", 8, "--json")
+    assert json.loads(spot(*arguments, "--threads", 2).out)["exact"] is False
+    assert json.loads(spot(*arguments, "--threads", 2, "--budget", 0).out)["exact"] is True
+    assert json.loads(spot(*arguments, "--budget", 9).out)["exact"] is False  # probed up to 8
+    assert json.loads(spot(*arguments, "--budget", 8).out)["exact"] is True
+
+
 def test_build_engine_says_up_to_date(spot, tiny_copy):
     first = json.loads(spot("build-engine", tiny_copy, "--threads", 1, "--json").out)
     forced = json.loads(spot("build-engine", tiny_copy, "--threads", 1, "--force", "--json").out)
@@ -242,6 +269,11 @@ def test_record_train_eval(spot, tiny_bundle, tmp_path):
     again = json.loads(spot("record", tiny_bundle, "-o", records, *shared).out)
     assert 0 < again["passes_recorded_now"] < json.loads(first.out)["passes_recorded_now"]
     assert shard.read_bytes() == content
+    bad = spot("record", tiny_bundle, "-o", tmp_path / "none", *shared, "--temperatures", "0,0.001")
+    assert bad.code == 2
+    long = spot("record", tiny_bundle, "-o", tmp_path / "none", "--prompts", prompts, "--max-new-tokens", 9999)
+    assert long.code == 2
+    assert not (tmp_path / "none").exists()
     other = spot("record", tiny_bundle, "-o", records, *shared, "--seed", 9)
     assert other.code == 1
     assert "other settings" in other.err
@@ -255,6 +287,9 @@ def test_record_train_eval(spot, tiny_bundle, tmp_path):
     assert card["steps"] == 30
     longer = spot("train-drafter", records, "-o", model, "--steps", 40, "--batch", 16, "--json")
     assert json.loads((model / "order_model.json").read_text())["steps"] == 40, longer.err
+    elsewhere = spot("train-drafter", records, "-o", model, "--steps", 50, "--batch", 8)
+    assert elsewhere.code == 1
+    assert "another training run" in elsewhere.err
     tuned = spot("train-drafter", records, "-o", tmp_path / "tuned", "--init", model, *options)
     assert tuned.code == 0
 
@@ -309,4 +344,5 @@ def test_output_may_be_cut_off(tiny_bundle):
         check=False,
     )
     os.close(write)
+    assert done.returncode == 1
     assert b"Traceback" not in done.stderr

@@ -113,5 +113,5 @@ def toy_runtime(target, order_model="default"):
         target=target,
         order_model=order,
         backend="toy",
-        exact_engine=True,
+        exact_budget=256,
     )

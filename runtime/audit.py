@@ -1,0 +1,105 @@
+"""The exactness audit: for engines whose logits depend on batch mates in the last bits (DESIGN 3, rung 3).
+
+The commits of a run are replayed at the draft-free shape, one state at a time, each from the recorded state, so that no
+error carries over. A commit that draft-free decoding would not have made there must be a near tie: with logits off by at
+most e, a draw can change only between scores within 2e/T, and a position's log-odds move by at most 2e/T (methods 2(g);
+both bounds are exact).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from spot_deploy.engines.contracts import Array, TargetSession
+from spot_deploy.runtime.decode import CommitEvent, DecodeOptions
+from spot_deploy.runtime.head import Head
+from spot_deploy.runtime.manifest import Decoding
+from spot_deploy.runtime.noise import Noise
+from spot_deploy.runtime.sampler import next_state, perturbed
+from spot_deploy.runtime.state import Commit, State
+from spot_deploy.runtime.target import RequestTarget
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Attributes: commits replayed; near_ties, explained by the bounds; violations, not explained: these are errors."""
+
+    commits: int
+    near_ties: int
+    violations: int
+
+
+def audit(
+    session: TargetSession,
+    decoding: Decoding,
+    prompt: Array,
+    options: DecodeOptions,
+    events: Sequence[CommitEvent],
+    error: float,
+) -> Audit:
+    """Replay the commits of a run.
+
+    Args:
+        session: the engine.
+        prompt: token ids of the prompt.
+        options: those of the run.
+        events: its commits, in order.
+        error: e, the largest difference of a logit between batch shapes (from the invariance probe).
+    """
+    width = decoding.block_width
+    noise = Noise(options.seed, options.sample) if options.temperature > 0 else None
+    target = RequestTarget(session, decoding, options.temperature, fuse=options.fuse)
+    first = len(prompt) // width
+    if first:
+        target.prefill(prompt[: first * width])
+    near_ties = violations = 0
+    state: State | None = None
+    finished: Array | None = None
+    for event in events:
+        block, position = divmod(event.position, width)
+        commit = Commit(position, event.token)
+        if state is None:
+            tokens = np.full(width, decoding.mask_id, np.int64)
+            given = prompt[block * width :][:width] if finished is None else prompt[:0]
+            tokens[: len(given)] = given
+            state = State(block, tokens, decoding.mask_id)
+            head = target.open_first(state) if finished is None else target.open_next(finished, state)
+        else:
+            head = target.verify([state], budget=0)[0]
+        if next_state(state, head, noise)[1] != commit:
+            explained = near_tie(state, head, noise, commit, error)
+            near_ties += explained
+            violations += not explained
+        state = state.after(commit)
+        if not len(state.masked):
+            finished, state = state.tokens, None
+    return Audit(len(events), near_ties, violations)
+
+
+def near_tie(state: State, head: Head, noise: Noise | None, commit: Commit, error: float) -> bool:
+    """Whether logits off by at most `error` can make this commit the target's own choice.
+
+    Where an id outside the head is, or could be, drawn, nothing is known of its score, and the position counts as able to
+    hold any token with any confidence: the audit is lenient there, and strict among head ids.
+    """
+    slack = 2 * error * head.inv_temperature
+    scores, tail = perturbed(head, state, noise, state.commits)
+    best = np.maximum(scores.max(axis=1), tail)
+    close = scores >= best[:, None] - slack  # ids that could be drawn
+    unknown = (tail >= best - slack) | np.isneginf(scores.max(axis=1))
+    m = int(np.flatnonzero(head.positions == commit.position)[0])
+    columns = np.flatnonzero(head.ids[m] == commit.token)
+    drawn = bool(len(columns)) and bool(close[m, columns[0]])
+    if not drawn and not unknown[m]:
+        return False
+    own = head.token_log_odds(m, commit.token)
+    for row in range(len(scores)):
+        if row == m or unknown[row]:
+            continue
+        rivals = [head.token_log_odds(row, int(head.ids[row, c])) for c in np.flatnonzero(close[row])]
+        if own + 2 * slack < min(rivals):
+            return False
+    return True
