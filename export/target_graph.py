@@ -144,4 +144,7 @@ def head(logits: Tensor, inverse: Tensor, raw: bool) -> tuple[Tensor, ...]:
 def log_sum_exp(x: Tensor) -> Tensor:
     """Over the last axis, shifted by the maximum; -inf where all are."""
     shift = x.amax(-1, keepdim=True).clamp(min=MASKED)
-    return (shift + torch.log(torch.exp(x - shift).sum(-1, keepdim=True)))[..., 0]
+    total = torch.exp(x - shift).sum(-1, keepdim=True)
+    # ONNX Runtime takes the log of 8 or 16 numbers at once, and of what remains one by one with other last bits: how
+    # many rows there are would then decide about a row. Full vectors per row keep it out of the remainder.
+    return (shift + torch.log(total.expand(-1, 16))[:, :1])[:, 0]

@@ -130,7 +130,7 @@ class Runtime:
     def from_bundle(
         cls, bundle: Bundle, record: EngineRecord, *, threads: int | None = None, target: TargetSession | None = None
     ) -> Runtime:
-        """Open the engine that `record` describes on a checked bundle, or take a target session that is open already."""
+        """Open the engine that `record` describes on a checked bundle; or take a target session that is open."""
         manifest = bundle.manifest
         threads = threads or record.threads
         if target is None:

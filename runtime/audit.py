@@ -1,9 +1,9 @@
 """The exactness audit: for engines whose logits depend on batch mates in the last bits (DESIGN 3, rung 3).
 
-The commits of a run are replayed at the draft-free shape, one state at a time, each from the recorded state, so that no
-error carries over. A commit that draft-free decoding would not have made there must be a near tie: with logits off by at
-most e, a draw can change only between scores within 2e/T, and a position's log-odds move by at most 2e/T (methods 2(g);
-both bounds are exact).
+The commits of a run are replayed at the draft-free shape, one state at a time, each from the recorded state, so that
+no error carries over. A commit that draft-free decoding would not have made there must be a near tie: with logits off
+by at most e, a draw can change only between scores within 2e/T, and a position's log-odds move by at most 2e/T
+(methods 2(g); both bounds are exact).
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def audit(
 def near_tie(state: State, head: Head, noise: Noise | None, commit: Commit, error: float) -> bool:
     """Whether logits off by at most `error` can make this commit the target's own choice.
 
-    Where an id outside the head is, or could be, drawn, nothing is known of its score, and the position counts as able to
-    hold any token with any confidence: the audit is lenient there, and strict among head ids.
+    Where an id outside the head is, or could be, drawn, nothing is known of its score, and the position counts as able
+    to hold any token with any confidence: the audit is lenient there, and strict among head ids.
     """
     slack = 2 * error * head.inv_temperature
     scores, tail = perturbed(head, state, noise, state.commits)

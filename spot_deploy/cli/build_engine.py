@@ -33,7 +33,7 @@ def command(bundle: Path, backend: str, layout: str, threads: int | None, force:
     if as_json:
         emit({"built": built} | asdict(record))
         return
-    verdict = "strictly exact" if record.exact else f"not bit-exact (logits up to {record.probe['max_abs']:.2g} apart)"
+    verdict = "strictly exact" if record.exact else f"not bit-exact ({record.probe['unequal']} unequal)"
     click.echo(
         f"{backend}, {record.layout}, {record.threads} threads: {verdict}, {record.probe['comparisons']} comparisons; "
         f"{record.smoke['commits']} golden commits equal" + ("" if built else " (up to date)"),

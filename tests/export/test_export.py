@@ -154,7 +154,7 @@ def test_tied_head_shards_and_no_order_model(tmp_path):
     with Runtime.load(output) as runtime:
         assert runtime.generate("the cat", max_new_tokens=9, ignore_eos=True).budget == 0
         with pytest.raises(SpotDeployError, match="no order model"):
-            runtime.generate("the cat", budget=3)
+            runtime.generate("the cat", budget=3, max_new_tokens=9)
         trajectory = Trajectory()
         control = runtime.generate("the cat", max_new_tokens=20, observe=trajectory)
         oracle = OracleDrafter(trajectory.lookup, 32)
@@ -183,7 +183,7 @@ REFUSED = {
     "bias": ({"attention_bias": True}, "checkpoint-unsupported"),
     "rope-scaling": ({"rope_scaling": {"type": "yarn"}}, "checkpoint-unsupported"),
     "field": ({"head_dim": "delete"}, "checkpoint-config"),
-    "small-vocabulary": ({"vocab_size": 200}, "checkpoint-tokenizer"),
+    "small-vocabulary": ({"vocab_size": 200}, "checkpoint-decoding"),
     "mask": ({"mask_token_id": 5000}, "checkpoint-decoding"),
     "width": ({"block_size": 100}, "checkpoint-decoding"),
     "width-zero": ({"block_size": 0}, "checkpoint-decoding"),
@@ -199,6 +199,15 @@ def test_config_that_cannot_be_decoded(checkpoint_copy, changes, code):
     with pytest.raises(SpotDeployError) as caught:
         open_checkpoint(checkpoint_copy)
     assert caught.value.code == code
+
+
+def test_tokenizer_with_more_ids_than_the_model(checkpoint_copy):
+    path = checkpoint_copy / "tokenizer.json"
+    document = json.loads(path.read_text())
+    document["added_tokens"] += [document["added_tokens"][-1] | {"id": 300 + i, "content": f"<{i}>"} for i in range(30)]
+    path.write_text(json.dumps(document))
+    with pytest.raises(SpotDeployError, match="more ids than the model"):
+        open_checkpoint(checkpoint_copy)
 
 
 def test_rope_theta_is_read_by_both_sides(checkpoint_copy):

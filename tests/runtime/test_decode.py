@@ -199,7 +199,7 @@ def test_demo_on_onnxruntime_equals_draft_free(temperature, demo_runtime):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_packed_layout_passes_the_audit(temperature, tiny_copy):
-    """Its rows depend on their slot in the last bits on some machines, so equality is not claimed, but near ties are."""
+    """Its rows depend on their slot in the last bits on some machines: near ties may differ, nothing else."""
     record, _ = build_engine(tiny_copy, backend="onnxruntime", layout="packed", threads=1)
     with Runtime.load(tiny_copy) as runtime:
         for seed in range(3):
