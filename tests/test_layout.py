@@ -17,7 +17,7 @@ OWNERS = {
     "onnxruntime": {"engines/ort.py"},
     "transformers": {"export/families.py", "export/bundle_writer.py"},
     "tokenizers": {"runtime/text.py"},
-    "jinja2": {"runtime/text.py"},
+    "jinja2": {"runtime/text.py", "export/bundle_writer.py"},
     "onnx_ir": {"export/trace.py"},
 }
 FILES = [p for room in (*ROOMS, "spot_deploy") for p in sorted((ROOT / room).rglob("*.py"))]

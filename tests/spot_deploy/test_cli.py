@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -114,7 +115,7 @@ def test_compare_fails_loudly_when_an_exact_mode_differs(spot, tiny_bundle, monk
             tokens[end.commit.position] = (end.commit.token + 1) % 256
             commit = decode.Commit(end.commit.position, int(tokens[end.commit.position]))
             state = decode.State(end.state.block, tokens, end.state.mask_id, end.successor.commits)
-            end = decode.Verified(end.state, end.head, state, commit)
+            end = replace(end, successor=state, commit=commit)
         return accepted, end
 
     monkeypatch.setattr(decode, "_walk", wrong)
