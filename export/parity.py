@@ -62,7 +62,8 @@ class Native:
     def keys_and_values(self, tokens: Array) -> list[Array]:
         """k.0, v.0, k.1, ... [1, kv_heads, N, head_dim] of one sequence."""
         with torch.no_grad():
-            cache = self._forward(tokens[None], True).past_key_values
+            output = self._forward(tokens[None], True)
+        cache = output["cache"] if "cache" in output else output.past_key_values  # renamed in transformers 5
         return [t.float().numpy() for layer in cache.layers for t in (layer.keys, layer.values)]
 
     def _forward(self, tokens: Array, use_cache: bool) -> Any:

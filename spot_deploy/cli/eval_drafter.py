@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,10 @@ def _print_tables(result: dict[str, Any], budgets: list[int]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     table = Table(box=None, header_style="bold", title="passes per prompt", title_justify="left")
     for name in ("kind", "prompts", "coverage", "D0", "drafter", *(f"D{b}" for b in budgets)):
-        table.add_column(name, justify="left" if name in ("kind", "drafter") else "right")
+        table.add_column(name, justify="left" if name in ("kind", "drafter") else "right", no_wrap=True)
     for kind, row in result["kinds"].items():
         lead = [kind, str(row["prompts"]), f"{row['stale_coverage']:.3f}", f"{row['draft_free']:.1f}"]
         for name, passes in row["passes"].items():
