@@ -63,7 +63,7 @@ class Native:
         """k.0, v.0, k.1, ... [1, kv_heads, N, head_dim] of one sequence."""
         with torch.no_grad():
             output = self._forward(tokens[None], True)
-        cache = output["cache"] if "cache" in output else output.past_key_values  # renamed in transformers 5
+        cache = output[next(name for name in ("cache", "past_key_values") if name in output)]  # renamed in 5.x
         return [t.float().numpy() for layer in cache.layers for t in (layer.keys, layer.values)]
 
     def _forward(self, tokens: Array, use_cache: bool) -> Any:
