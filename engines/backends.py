@@ -1,15 +1,34 @@
-"""The backends by name: who has a module, which extra brings it, what can be said before importing it."""
+"""The backends by name: which module owns each, and what can be said of it before opening a graph."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 from spot_deploy.engines.contracts import GraphSignature, OrderSession, TargetSession
-from spot_deploy.engines.errors import usage_error
+from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError, usage_error
 
-BACKENDS = ("onnxruntime",)
+_MODULES = {"onnxruntime": "ort", "openvino": "ov"}
+BACKENDS = tuple(_MODULES)
+PRECISIONS = ("f32", "bf16")
+
+
+def _module(backend: str) -> Any:
+    """The module that owns a backend, once it is known that the backend is installed."""
+    if backend not in BACKENDS:
+        raise usage_error(
+            "backend-unknown",
+            f"there is no backend {backend!r}",
+            wanted=" or ".join(BACKENDS),
+            fix=f"choose --backend {BACKENDS[0]}",
+        )
+    module = importlib.import_module(f"spot_deploy.engines.{_MODULES[backend]}")
+    module.require()
+    return module
 
 
 def require(backend: str) -> None:
@@ -18,52 +37,54 @@ def require(backend: str) -> None:
     Raises:
         SpotDeployError: unknown name (exit 2), package missing or clashing (exit 4; the error names the extra).
     """
-    if backend not in BACKENDS:
-        raise usage_error(
-            "backend-unknown",
-            f"there is no backend {backend!r}",
-            wanted=" or ".join(BACKENDS),
-            fix=f"choose --backend {BACKENDS[0]}",
-        )
-    from spot_deploy.engines import ort
-
-    ort.require()
+    _module(backend)
 
 
 def versions(backend: str) -> dict[str, str]:
     """Package versions and the processor, which together decide an engine's last bits."""
-    require(backend)
-    from spot_deploy.engines import ort
-
-    return ort.versions() | {"processor": processor()}
+    return dict(_module(backend).versions()) | {"processor": processor()}
 
 
 def providers(backend: str) -> list[str]:
     """What executes inside the backend."""
-    require(backend)
-    from spot_deploy.engines import ort
-
-    return list(ort.PROVIDERS)
+    return list(_module(backend).providers())
 
 
-def open_target(backend: str, path: Path, signature: GraphSignature, threads: int) -> TargetSession:
+def choose_precision(backend: str, wanted: str | None) -> str:
+    """The precision to compute in: what is wanted, else the backend's default on this processor.
+
+    Raises:
+        SpotDeployError: this processor cannot (exit code 4).
+    """
+    possible: tuple[str, ...] = _module(backend).precisions()
+    if wanted is not None and wanted not in possible:
+        raise SpotDeployError(
+            "precision",
+            f"{backend} does not compute in {wanted} on this processor",
+            seen=processor(),
+            wanted=" or ".join(possible),
+            fix=f"--precision {possible[0]}",
+            exit_code=ENVIRONMENT,
+        )
+    return wanted or possible[0]
+
+
+def open_target(backend: str, path: Path, signature: GraphSignature, *, threads: int, precision: str) -> TargetSession:
     """Open a target graph.
 
     Raises:
-        SpotDeployError: the backend is missing, refuses the graph, or reports another signature.
+        SpotDeployError: the backend is missing, refuses the graph, or reports another signature or precision.
     """
-    require(backend)
-    from spot_deploy.engines import ort
-
-    return ort.OrtTarget(path, signature, threads)
+    session: TargetSession = _module(backend).Target(path, signature, threads, precision)
+    return session
 
 
-def open_order_model(backend: str, path: Path, signature: GraphSignature, threads: int) -> OrderSession:
+def open_order_model(
+    backend: str, path: Path, signature: GraphSignature, *, threads: int, precision: str
+) -> OrderSession:
     """Open an order model graph; errors as `open_target`."""
-    require(backend)
-    from spot_deploy.engines import ort
-
-    return ort.OrtOrderModel(path, signature, threads)
+    session: OrderSession = _module(backend).OrderModel(path, signature, threads, precision)
+    return session
 
 
 def default_threads() -> int:
@@ -74,11 +95,15 @@ def default_threads() -> int:
 
 
 def processor() -> str:
-    """The processor's model name; kernels are chosen by it."""
+    """Model name and a digest of what kernels are chosen by: family, model, stepping and instruction sets."""
+    wanted = ("model name", "cpu family", "model", "stepping", "flags", "CPU part", "Features")
+    facts: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return f"{platform.machine()} {line.split(':', 1)[1].strip()}"
+            name, _, value = line.partition(":")
+            if name.strip() in wanted:
+                facts.setdefault(name.strip(), value.strip())
     except OSError:
-        pass
-    return f"{platform.machine()} {platform.processor()}".strip()
+        facts["model name"] = platform.processor()
+    digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:8]
+    return f"{platform.machine()} {facts.get('model name', '')} {digest}"

@@ -1,4 +1,4 @@
-"""What the graphs take and give: names, dtypes, symbols (DESIGN 4), and the sessions that run them.
+"""What the graphs take and give: names, dtypes, symbols, and the sessions that run them.
 
 Target graph, both layouts (R requests, S segments, Q positions, P prefix bucket, T kept segments, M rows, V vocabulary,
 K = min(33, V), H key/value heads, D head_dim):
@@ -30,7 +30,7 @@ log_q float32 [N, L], -inf where not masked.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -74,6 +74,16 @@ class GraphSignature:
     def from_dict(cls, document: dict[str, Any]) -> GraphSignature:
         inputs, outputs = (tuple(TensorSpec.from_dict(t) for t in document[key]) for key in ("inputs", "outputs"))
         return cls(inputs, outputs)
+
+    @property
+    def past_names(self) -> list[str]:
+        """past_k.0, past_v.0, past_k.1, ..."""
+        return [t.name for t in self.inputs if t.name.startswith(("past_k.", "past_v."))]
+
+    @property
+    def kept_names(self) -> list[str]:
+        """k.0, v.0, k.1, ..."""
+        return [t.name for t in self.outputs if t.name.startswith(("k.", "v."))]
 
     def require(self, seen: Sequence[tuple[str, str, tuple[Any, ...]]], which: str) -> None:
         """Compare with what a session reports: (name, dtype, shape) of inputs, then of outputs.
@@ -172,6 +182,11 @@ class TargetInputs:
     keep: Array
     rows: Array
     past: Sequence[Array]
+
+    def feeds(self, past_names: Sequence[str]) -> dict[str, Array]:
+        """By input name; `past_names` are those of the prefix tensors, in order."""
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "past"}
+        return named | dict(zip(past_names, self.past, strict=True))
 
 
 @dataclass(frozen=True)

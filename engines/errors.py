@@ -1,4 +1,7 @@
-"""The one exception type for what a user can mend, and the exit codes (DESIGN 7)."""
+"""The one exception type for what a user can mend, and the exit codes.
+
+0 ok; 1 failure; 2 usage; 3 parity or verification failed; 4 this environment cannot run it; 130 interrupted.
+"""
 
 from __future__ import annotations
 

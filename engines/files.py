@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,29 +52,45 @@ def write_json(path: Path, document: Any) -> None:
 
 
 @contextmanager
-def staged_folder(target: Path, *, force: bool, marker: str) -> Iterator[Path]:
+def staged_folder(target: Path, *, force: bool, ours: Callable[[Path], bool]) -> Iterator[Path]:
     """A fresh folder beside `target` that takes its place when the block ends without an error.
 
     Args:
-        target: the folder to make.
-        force: replace an existing one. Only a folder that holds the file `marker` is ever replaced, so that
-            nobody's other files are lost.
-        marker: name of the file that tells such a folder (written last by the caller).
+        target: the folder to make. A link stays, and what it names is replaced.
+        force: replace one of ours that is already there.
+        ours: tells whether a folder is one that this tool wrote; no other is ever replaced.
 
     Raises:
-        SpotDeployError: `target` exists and may not be replaced, or its parent does not exist.
+        SpotDeployError: `target` is there and may not be replaced, at the start or at the end, or cannot be made.
     """
-    target = target.resolve()  # a link stays, what it names is replaced
-    if target.exists():
-        empty = target.is_dir() and not any(target.iterdir())
-        if not empty and not (force and (target / marker).is_file()):
-            replaceable = (target / marker).is_file()
-            raise SpotDeployError(
-                "output-exists",
-                f"{target} is already there",
-                wanted="a path that does not exist, or an empty folder",
-                fix="give --force to replace it" if replaceable else "choose another path; it is not ours to replace",
-            )
+    try:
+        target = target.resolve()
+        _check_target(target, force, ours)
+        stage = Path(tempfile.mkdtemp(prefix=STAGING, dir=target.parent))
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that loop
+        raise SpotDeployError(
+            "output-path", f"cannot write {target}", seen=str(error), fix="choose another path for the output"
+        ) from error
+    try:
+        stage.chmod(0o777 & ~_umask())
+        yield stage
+        for path in stage.rglob("*"):
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~_umask())
+        if _check_target(target, force, ours):
+            _exchange(stage, target)  # what was there is now the stage, and is removed below
+        else:
+            os.replace(stage, target)
+    finally:
+        if stage.exists():
+            shutil.rmtree(stage)
+
+
+def _check_target(target: Path, force: bool, ours: Callable[[Path], bool]) -> bool:
+    """Whether there is a folder to replace.
+
+    Raises:
+        SpotDeployError: what is there may not be replaced, or the folder above is missing.
+    """
     if not target.parent.is_dir():
         raise SpotDeployError(
             "output-parent-missing",
@@ -82,17 +98,17 @@ def staged_folder(target: Path, *, force: bool, marker: str) -> Iterator[Path]:
             seen=f"no folder {target.parent}",
             fix=f"mkdir -p {target.parent}",
         )
-    stage = Path(tempfile.mkdtemp(prefix=STAGING, dir=target.parent))
-    try:
-        stage.chmod(0o777 & ~_umask())
-        yield stage
-        if target.exists() and any(target.iterdir()):
-            _exchange(stage, target)  # what was there is now the stage, and is removed below
-        else:
-            os.replace(stage, target)
-    finally:
-        if stage.exists():
-            shutil.rmtree(stage)
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return False
+    replaceable = target.is_dir() and ours(target)
+    if not (force and replaceable):
+        raise SpotDeployError(
+            "output-exists",
+            f"{target} is already there",
+            wanted="a path that does not exist, or an empty folder",
+            fix="give --force to replace it" if replaceable else "choose another path; it is not ours to replace",
+        )
+    return True
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -49,6 +49,21 @@ def versions() -> dict[str, str]:
     return {"onnxruntime": onnxruntime.__version__}
 
 
+def providers() -> list[str]:
+    """What executes."""
+    return list(PROVIDERS)
+
+
+def precisions() -> tuple[str, ...]:
+    """What the CPU provider computes in; it has no bfloat16 kernels."""
+    return ("f32",)
+
+
+def _check_precision(precision: str) -> None:
+    if precision not in precisions():
+        raise ValueError(f"the CPU provider does not compute in {precision}")
+
+
 def _open(path: Path, signature: GraphSignature, threads: int, which: str) -> Any:
     import onnxruntime
 
@@ -83,29 +98,18 @@ def _open(path: Path, signature: GraphSignature, threads: int, which: str) -> An
     return session
 
 
-class OrtTarget:
+class Target:
     """The target graph on ONNX Runtime (see contracts.TargetSession)."""
 
-    def __init__(self, path: Path, signature: GraphSignature, threads: int):
+    def __init__(self, path: Path, signature: GraphSignature, threads: int, precision: str = "f32"):
+        _check_precision(precision)
         self._session = _open(path, signature, threads, "target")
-        names = [t.name for t in signature.outputs]
-        self._kept = [n for n in names if n.startswith(("k.", "v."))]
-        self._head = [n for n in names if n not in self._kept and n != "logits"]
-        self._past = [t.name for t in signature.inputs if t.name.startswith("past_") and t.name != "past_len"]
+        self._past, self._kept = signature.past_names, signature.kept_names
+        self._head = [t.name for t in signature.outputs if t.name not in (*self._kept, "logits")]
 
     def run(self, inputs: TargetInputs, *, keep: bool) -> TargetOutputs:
-        feeds = {
-            "input_ids": inputs.input_ids,
-            "position_base": inputs.position_base,
-            "parent": inputs.parent,
-            "own_mask": inputs.own_mask,
-            "past_len": inputs.past_len,
-            "inv_temperature": inputs.inv_temperature,
-            "keep": inputs.keep,
-            "rows": inputs.rows,
-        } | dict(zip(self._past, inputs.past, strict=True))
         names = [*self._head, "logits", *(self._kept if keep else [])]
-        found = dict(zip(names, self._session.run(names, feeds), strict=True))
+        found = dict(zip(names, self._session.run(names, inputs.feeds(self._past)), strict=True))
         logits = found["logits"]
 
         def row(index: int) -> Array:
@@ -122,10 +126,11 @@ class OrtTarget:
         )
 
 
-class OrtOrderModel:
+class OrderModel:
     """The order model on ONNX Runtime (see contracts.OrderSession)."""
 
-    def __init__(self, path: Path, signature: GraphSignature, threads: int):
+    def __init__(self, path: Path, signature: GraphSignature, threads: int, precision: str = "f32"):
+        _check_precision(precision)
         self._session = _open(path, signature, threads, "order model")
 
     def run(self, features: Array, state_id: Array, depth: Array, masked: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The invariance probe: does a state's output depend on its batch mates, even in the last bit? (DESIGN 3, rung 3)"""
+"""The invariance probe: does a state's output depend on its batch mates, even in the last bit?"""
 
 from __future__ import annotations
 

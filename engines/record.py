@@ -25,7 +25,7 @@ class EngineRecord:
     """An engine of a bundle.
 
     Attributes:
-        backend, layout, threads: how the session is opened.
+        backend, layout, precision, threads: how the session is opened.
         bundle_id: the bundle it was built for.
         providers: what executes inside the backend.
         versions: packages and processor at build time (see `backends.versions`).
@@ -36,6 +36,7 @@ class EngineRecord:
 
     backend: str
     layout: str
+    precision: str
     threads: int
     bundle_id: str
     providers: Sequence[str]
@@ -84,15 +85,26 @@ def read_record(bundle: Path, backend: str, bundle_id: str, *, here: bool = True
     try:
         if (document["format"], document["schema_version"]) != (FORMAT, SCHEMA_VERSION):
             raise ValueError(f"format {document['format']!r}, schema {document['schema_version']!r}")
-        names = ("backend", "layout", "threads", "bundle_id", "providers", "versions", "probe", "smoke", "created_at")
+        names = (
+            "backend",
+            "layout",
+            "precision",
+            "threads",
+            "bundle_id",
+            "providers",
+            "versions",
+            "probe",
+            "smoke",
+            "created_at",
+        )
         record = EngineRecord(**{name: document[name] for name in names})
-        right = record.backend == backend and record.layout in LAYOUTS and type(record.threads) is int
-        if (
-            not right
-            or record.threads < 1
-            or type(record.probe["strict"]) is not bool
-            or type(record.probe["states"]) is not int
-        ):
+        numbers = [record.threads, *(record.probe[name] for name in ("states", "comparisons", "unequal"))]
+        numbers += [record.smoke[name] for name in ("traces", "commits")]
+        right = all(type(n) is int and 0 <= n < 2**31 for n in numbers) and 1 <= record.threads <= 1024
+        right &= all(isinstance(x, dict) for x in (record.versions, record.probe, record.smoke))
+        right &= type(record.smoke["first_differences"]) is list and type(record.probe["strict"]) is bool
+        right &= record.backend == backend and record.layout in LAYOUTS and record.precision in backends.PRECISIONS
+        if not right:
             raise ValueError("a field has a value that is not possible")
     except (KeyError, TypeError, ValueError) as error:
         raise SpotDeployError("engine-record", f"cannot use {path}", seen=repr(error), fix=build) from error

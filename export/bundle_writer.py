@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 
+from spot_deploy.engines import ort
 from spot_deploy.engines.contracts import FEATURES, LAYOUTS, order_signature
 from spot_deploy.engines.errors import VERIFICATION, SpotDeployError, usage_error
 from spot_deploy.engines.files import sha256, staged_folder, write_json, write_text
-from spot_deploy.engines.ort import OrtOrderModel
 from spot_deploy.export import parity
 from spot_deploy.export.checkpoint import Checkpoint, open_checkpoint
 from spot_deploy.export.decoder import Decoder
@@ -24,7 +24,7 @@ from spot_deploy.export.order_model import load_order_model
 from spot_deploy.export.target_graph import TargetGraph
 from spot_deploy.export.trace import OPSET, WEIGHTS, save_graph, save_weights, trace_order_model, trace_target
 from spot_deploy.runtime.bundle import bundle_id
-from spot_deploy.runtime.manifest import MANIFEST, FileEntry, Manifest, Speculation, to_document
+from spot_deploy.runtime.manifest import MANIFEST, FileEntry, Manifest, Speculation, is_bundle, to_document
 from spot_deploy.runtime.text import GOLDEN, TEMPLATE, TOKENIZER, Text
 
 GOLDEN_TEXTS = (
@@ -105,7 +105,7 @@ def export_bundle(
         max_positions=options.max_positions,
     )
     order = load_order_model(order_model) if order_model is not None else None
-    with staged_folder(output, force=force, marker=MANIFEST) as stage:
+    with staged_folder(output, force=force, ours=is_bundle) as stage:
         say("reading the weights")
         tensors = checkpoint.tensors()
         offsets = save_weights(tensors, stage / WEIGHTS)
@@ -146,7 +146,7 @@ def _order_parity(model: torch.nn.Module, path: Path, width: int) -> dict[str, A
     state_id[:, :2] = 0
     depth = np.arange(1, 6)
     masked = state_id == 0
-    seen = OrtOrderModel(path, order_signature(width), 1).run(features, state_id, depth, masked)
+    seen = ort.OrderModel(path, order_signature(width), 1).run(features, state_id, depth, masked)
     with torch.no_grad():
         wanted = model(*(torch.from_numpy(x) for x in (features, state_id, depth, masked))).numpy()
     gate = parity.Gate()
@@ -227,8 +227,8 @@ def _manifest(
         for path in sorted(stage.rglob("*"))
         if path.is_file()
     )
-    return Manifest(
-        bundle_id=bundle_id(files),
+    manifest = Manifest(
+        bundle_id="",
         created_by=f"spot-deploy {__version__}",
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         source={
@@ -247,6 +247,7 @@ def _manifest(
         parity=measured,
         files=files,
     )
+    return replace(manifest, bundle_id=bundle_id(to_document(manifest)))
 
 
 def _versions() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The one decoder behind every dense family: Qwen3-like, with the attention layout left open.
 
 Rows are flat (`[rows, hidden]`) everywhere but inside attention, so that every linear layer is a plain
-matrix product with weights stored [out, in] (DESIGN 4: `Gemm transB=1`, no transposed copy).
+matrix product with weights stored [out, in] (`Gemm transB=1`, no transposed copy).
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from spot_deploy.engines import ort
 from spot_deploy.engines.contracts import LAYOUTS, Array, TargetInputs, TargetSession
 from spot_deploy.engines.errors import VERIFICATION, SpotDeployError
-from spot_deploy.engines.ort import OrtTarget
 from spot_deploy.export.checkpoint import Checkpoint
 from spot_deploy.export.decoder import Decoder, masked_attend
 from spot_deploy.runtime.decode import DecodeOptions, Figures, decode
@@ -128,7 +128,7 @@ def _failed(name: str, seen: str, wanted: str) -> SpotDeployError:
 
 def own_traces(checkpoint: Checkpoint, graph: Path, prompt: list[int]) -> list[Trace]:
     """A short trace of the exported graph itself, for bundles whose gates ran without the native class' traces."""
-    session = OrtTarget(graph, checkpoint.decoding.shape.signature(), 1)
+    session = ort.Target(graph, checkpoint.decoding.shape.signature(), 1)
     wanted = Trace(prompt, 0.0, 0, checkpoint.decoding.block_width, [])
     return [replace(wanted, commits=_onnx_trace(session, checkpoint.decoding, wanted))]
 
@@ -156,7 +156,7 @@ def full_parity(
         for temperature in (0.0, 1.0)
     ]
     for layout in LAYOUTS:
-        session = OrtTarget(graphs[layout], checkpoint.decoding.shape.signature(), 1)
+        session = ort.Target(graphs[layout], checkpoint.decoding.shape.signature(), 1)
         _elementwise(gate, layout, native, session, checkpoint)
         for index, (trace, margins) in enumerate(wanted):
             seen = _onnx_trace(session, checkpoint.decoding, trace)

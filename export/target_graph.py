@@ -16,8 +16,8 @@ Past = list[tuple[Tensor, Tensor]]
 def split_attend(parent: Tensor, own_mask: Tensor, past_len: Tensor, past: Past) -> Attend:
     """Scores against prefix, parent and own segment side by side before one softmax.
 
-    The prefix is never expanded over segments, and no row depends on its batch mates, not even in the last bit
-    (feasibility 2, form cc; prototypes/unified_graph.py). Shapes as in engines.contracts.
+    The prefix is never expanded over segments, and no row depends on its batch mates, not even in the last bit. Shapes
+    as in engines.contracts.
     """
     requests, segments = parent.shape
     length = own_mask.shape[0]
@@ -129,9 +129,9 @@ class TargetGraph(nn.Module):
 
 
 def head(logits: Tensor, inverse: Tensor, raw: bool) -> tuple[Tensor, ...]:
-    """What leaves the pass (DESIGN 3): largest logits and ids, log-sum-exp of the rest, full logits.
+    """What leaves the pass: largest logits and ids, log-sum-exp of the rest, full logits.
 
-    The rest is summed directly: total minus head cancels in float32 (traps, first row).
+    The rest is summed directly: total minus head cancels in float32.
     """
     top_logits, top_ids = logits.topk(min(HEAD_WIDTH, logits.shape[-1]), -1)
     rest = logits.scatter(-1, top_ids, -math.inf)

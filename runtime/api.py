@@ -9,7 +9,7 @@ A `Runtime` may be shared by threads: it is read-only after loading, and every c
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -38,17 +38,19 @@ class TextEvent:
 
 @dataclass(frozen=True)
 class Result:
-    """Text and figures of one run (DESIGN 7). Counts are explained at `decode.Figures`.
+    """Text and figures of one run. Counts are explained at `decode.Figures`.
 
     Attributes:
         text: what `token_ids` decode to.
         token_ids: generated ids, cut at max_new_tokens and before the first stop id.
+        finish_reason: `stop` (a stop id) or `length`.
         seconds: wall time from the first pass to the end; in a stream it includes what the reader does between events.
         exact: whether the law of the output is proven to be the target's own, in this engine.
     """
 
     text: str
     token_ids: list[int]
+    finish_reason: str
     nfe: int
     prefill_forwards: int
     store_forwards: int
@@ -81,6 +83,10 @@ class Finished:
 
 
 Event = CommitEvent | TextEvent | Finished
+
+
+def _is_message(item: object) -> bool:
+    return isinstance(item, Mapping) and all(isinstance(item.get(key), str) for key in ("role", "content"))
 
 
 class Runtime:
@@ -135,11 +141,19 @@ class Runtime:
         threads = threads or record.threads
         if target is None:
             role = f"target-{record.layout}"
-            target = backends.open_target(record.backend, bundle.graph_path(role), manifest.graph(role)[1], threads)
+            target = backends.open_target(
+                record.backend,
+                bundle.graph_path(role),
+                manifest.graph(role)[1],
+                threads=threads,
+                precision=record.precision,
+            )
         order = None
         if manifest.speculation.order_model:
             signature = manifest.graph("order")[1]
-            order = backends.open_order_model(record.backend, bundle.graph_path("order"), signature, threads)
+            order = backends.open_order_model(
+                record.backend, bundle.graph_path("order"), signature, threads=threads, precision=record.precision
+            )
         text = Text(bundle.path, manifest.decoding.reserved, manifest.named_tokens)
         text.check_golden(bundle.path)
         spec = manifest.speculation
@@ -179,12 +193,25 @@ class Runtime:
         Raises:
             SpotDeployError: empty where the target has no bos id, or an id outside the vocabulary.
         """
+        for text in [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if _is_message(m)]:  # type: ignore[index]
+            if any("\ud800" <= c <= "\udfff" for c in text):
+                raise usage_error(
+                    "prompt-encoding", "the prompt is not Unicode text", seen=ascii(text)[:80], fix="mend it"
+                )
         if isinstance(prompt, str):
             ids = self.text.encode(prompt)
-        elif prompt and isinstance(prompt[0], dict):
+        elif all(isinstance(i, int | np.integer) for i in prompt):
+            ids = [int(i) for i in prompt]  # type: ignore[arg-type]
+        elif all(_is_message(m) for m in prompt):
             ids = self.text.encode_chat(prompt)  # type: ignore[arg-type]
         else:
-            ids = [int(i) for i in prompt]  # type: ignore[arg-type]
+            raise usage_error(
+                "prompt-type",
+                "the prompt is neither text, token ids, nor messages",
+                seen=repr(prompt)[:200],
+                wanted='"text", [1, 2, 3], or [{"role": "user", "content": "text"}]',
+                fix="give one of these",
+            )
         bad = [i for i in ids if not 0 <= i < self.decoding.shape.vocab or i == self.decoding.mask_id]
         if bad:
             raise usage_error(
@@ -323,6 +350,7 @@ class Runtime:
             Result(
                 text=text,
                 token_ids=token_ids,
+                finish_reason="stop" if stopped else "length",
                 nfe=figures.nfe,
                 prefill_forwards=target.prefill_forwards,
                 store_forwards=target.store_forwards,

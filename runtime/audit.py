@@ -1,9 +1,9 @@
-"""The exactness audit: for engines whose logits depend on batch mates in the last bits (DESIGN 3, rung 3).
+"""The exactness audit: for engines whose logits depend on batch mates in the last bits.
 
 The commits of a run are replayed at the draft-free shape, one state at a time, each from the recorded state, so that
 no error carries over. A commit that draft-free decoding would not have made there must be a near tie: with logits off
 by at most e, a draw can change only between scores within 2e/T, and a position's log-odds move by at most 2e/T
-(methods 2(g); both bounds are exact).
+(both bounds are exact).
 """
 
 from __future__ import annotations

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spot_deploy.engines.errors import SpotDeployError
 from spot_deploy.engines.files import sha256
-from spot_deploy.runtime.manifest import FileEntry, Manifest, read_manifest
+from spot_deploy.runtime.manifest import FileEntry, Manifest, read_manifest, to_document
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,13 @@ class Bundle:
         return self.path / self.manifest.graph(role)[0]
 
 
-def bundle_id(files: Sequence[FileEntry]) -> str:
-    """Digest over the sorted (path, sha256) list: independent of time, and of engines added later."""
-    lines = "".join(f"{f.path} {f.sha256}\n" for f in sorted(files, key=lambda f: f.path))
-    return hashlib.sha256(lines.encode()).hexdigest()
+def bundle_id(document: Mapping[str, Any]) -> str:
+    """Digest of what decides the output: files (path, size, sha256), decoding, named tokens, drafter defaults, graphs.
+
+    Independent of time, and of engines added later.
+    """
+    parts = {name: document[name] for name in ("files", "decoding", "named_tokens", "speculation", "graphs")}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def open_bundle(path: Path) -> Bundle:
@@ -38,12 +43,13 @@ def open_bundle(path: Path) -> Bundle:
     manifest = read_manifest(path)
     for entry in manifest.files:
         check_file(path, entry)
-    if bundle_id(manifest.files) != manifest.bundle_id:
+    digest = bundle_id(to_document(manifest))
+    if digest != manifest.bundle_id:
         raise SpotDeployError(
             "bundle-id",
-            "the manifest's bundle_id does not belong to its files",
-            seen=manifest.bundle_id,
-            wanted=bundle_id(manifest.files),
+            "the manifest has changed since it was written",
+            seen=f"contents of {digest}",
+            wanted=manifest.bundle_id,
             fix="export the bundle again",
         )
     return Bundle(path, manifest)

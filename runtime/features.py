@@ -1,4 +1,4 @@
-"""What the order model reads (SPOT, section 3.1; our layout of the 40 columns, methods 2(b)).
+"""What the order model reads (SPOT, section 3.1; the layout of the 40 columns is ours).
 
 Columns: 0-31 log of the sorted stale top-32 probabilities, clipped at 1e-9, / 10; 32 mass of the rest; 33 entropy with
 the rest as one outcome; 34 p1 - p2; 35 log-odds of the top token, clipped to +-40, / 10; 36 its rank among the masked

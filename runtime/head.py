@@ -1,4 +1,4 @@
-"""What the target pass returns for one state, and the NumPy twin of the graph's head (DESIGN 3).
+"""What the target pass returns for one state, and the NumPy twin of the graph's head.
 
 The head proper is every id whose logit is strictly above the K-th largest: backends break ties at that rank differently
 and bfloat16 logits tie there often. Ties at the boundary fall into the rest.
@@ -81,7 +81,7 @@ class Head:
     def log_odds(self, column: Array) -> Array:
         """Confidence of one head id per row: its logit against the log-sum-exp of all others, summed without it.
 
-        Ranks like the probability, but does not saturate (DESIGN 3). Tempered, or raw where the target says so.
+        Ranks like the probability, but does not saturate. Tempered, or raw where the target says so.
 
         Args:
             column: index into the K columns, int [M].

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spot_deploy.engines.contracts import LAYOUTS, GraphSignature, TargetShape, order_signature
-from spot_deploy.engines.errors import SpotDeployError
+from spot_deploy.engines.errors import SpotDeployError, usage_error
 from spot_deploy.engines.files import read_json
 
 FORMAT = "spot-deploy-bundle"
@@ -19,11 +19,12 @@ MANIFEST = "manifest.json"
 CONFIDENCES = ("tempered", "raw")
 HEDGE_WEIGHTS = ("normalised", "raw", "none")
 MAX_BUDGET = 256
+LIMIT = 2**24  # of any size; what is above is damage
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """How the target is decoded (DESIGN 3).
+    """How the target is decoded.
 
     Attributes:
         block_width: positions per block, L.
@@ -66,6 +67,10 @@ class Decoding:
             and self.buckets[0] > 0
             and self.buckets[-1] >= self.max_positions - width,
             f"prefill_positions {self.prefill_positions} is below {width}": self.prefill_positions >= width,
+            f"prefill_positions {self.prefill_positions} or max_positions {self.max_positions} is above {LIMIT}": max(
+                self.prefill_positions, self.max_positions
+            )
+            <= LIMIT,
             "confidence and the target's outputs disagree": (self.confidence == "raw") == self.shape.raw_confidence,
         }
         bad = [text for text, right in checks.items() if not right]
@@ -183,6 +188,15 @@ def to_document(manifest: Manifest) -> dict[str, Any]:
     }
 
 
+def is_bundle(folder: Path) -> bool:
+    """Whether a folder was written by `export`, of whatever version."""
+    try:
+        document = read_json(folder / MANIFEST, code="manifest", fix="")
+    except SpotDeployError:
+        return False
+    return isinstance(document, dict) and document.get("format") == FORMAT
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read and check `manifest.json`.
 
@@ -190,7 +204,13 @@ def read_manifest(folder: Path) -> Manifest:
         SpotDeployError: no bundle there, another format, a newer schema, or fields that contradict each other.
     """
     path = folder / MANIFEST
-    if not path.is_file():
+    try:
+        found = path.is_file()
+    except OSError as error:
+        raise usage_error(
+            "bundle-path", "the bundle's path cannot be", seen=str(error)[:200], fix="check it"
+        ) from error
+    if not found:
         raise _not_a_bundle(folder)
     document = read_json(path, code="manifest", fix="export the bundle again")
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -255,7 +275,8 @@ def _parse(document: dict[str, Any]) -> Manifest:
     raw, spec = _take(document, "decoding", dict), _take(document, "speculation", dict)
     sizes = _take(raw, "shape", dict)
     shape = TargetShape(
-        **{name: _take(sizes, name, int, lambda v: v > 0) for name in ("layers", "kv_heads", "head_dim", "vocab")},
+        layers=_take(sizes, "layers", int, lambda v: 0 < v <= 1024),
+        **{name: _take(sizes, name, int, lambda v: 0 < v <= LIMIT) for name in ("kv_heads", "head_dim", "vocab")},
         raw_confidence=_take(sizes, "raw_confidence", bool),
     )
     decoding = Decoding(

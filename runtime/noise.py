@@ -1,4 +1,4 @@
-"""Addressed Gumbel noise: Philox 4x32-10 at (block, commits, position, token), never drawn in sequence (DESIGN 3).
+"""Addressed Gumbel noise: Philox 4x32-10 at (block, commits, position, token), never drawn in sequence.
 
 One value has the same bits whatever subset is asked for and in whatever order, which is what makes a drafted state
 equal the state that draft-free decoding reaches. Source of the generator: Salmon et al. 2011, "Parallel Random Numbers:

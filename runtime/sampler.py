@@ -1,4 +1,4 @@
-"""`next_state`: the control sampler, the definition of right (DESIGN 3).
+"""`next_state`: the control sampler, the definition of right.
 
 Draft-free decoding, verification, the oracles and trajectory recording all call this one function.
 """

@@ -23,7 +23,7 @@ class PrefixCache:
     """Keys and values of the finished blocks of one request, written in place.
 
     Each layer's buffers have exactly the size of a bucket, which depends on the request's own block index alone, so
-    that draft-free decoding and speculation run the same shapes (traps: a growing view is copied by the backends).
+    that draft-free decoding and speculation run the same shapes (a growing view would be copied on every pass).
     """
 
     def __init__(self, decoding: Decoding):
@@ -57,7 +57,7 @@ class RequestTarget:
         decoding: the manifest's decoding section.
         temperature: 0 takes the largest logit.
         padded: every verification pass has the shape of a full budget.
-        fuse: open blocks after the first by a two-segment pass (DESIGN 3); else by a store pass and an opening.
+        fuse: open blocks after the first by a two-segment pass; else by a store pass and an opening.
     """
 
     def __init__(

@@ -32,15 +32,18 @@ class Text:
             for token in document.get("added_tokens", []):
                 token["special"] |= token["id"] in reserved
             self._tokenizer = Tokenizer.from_str(json.dumps(document))
+            template = folder / TEMPLATE
+            self._template = template.read_text(encoding="utf-8") if template.is_file() else None
         except Exception as error:  # tokenizers raises bare Exception
             raise SpotDeployError(
-                "tokenizer", f"cannot read {folder / TOKENIZER}", seen=str(error), fix="export the bundle again"
+                "tokenizer",
+                f"cannot read the tokenizer or the chat template in {folder}",
+                seen=str(error),
+                fix="export the bundle again",
             ) from error
         self._tokenizer.encode_special_tokens = True
         added = self._tokenizer.get_added_tokens_decoder().values()
         self._special = [token.content for token in added if token.special]
-        template = folder / TEMPLATE
-        self._template = template.read_text(encoding="utf-8") if template.is_file() else None
         self._named = dict(named or {})
 
     def known_ids(self) -> list[int]:
@@ -86,6 +89,10 @@ class Text:
             return environment.from_string(self._template).render(
                 messages=[dict(m) for m in messages], add_generation_prompt=True, **self._named
             )
+        except jinja2.TemplateSyntaxError as error:
+            raise SpotDeployError(
+                "chat-template", "the chat template is broken", seen=str(error), fix="export the bundle again"
+            ) from error
         except Exception as error:  # whatever a template does with the messages
             raise SpotDeployError(
                 "chat-template",
@@ -122,11 +129,14 @@ class Text:
         Raises:
             SpotDeployError: this version of tokenizers or jinja2 gives other ids.
         """
-        golden = read_json(folder / GOLDEN, code="golden", fix="export the bundle again")
-        cases = [("text", case["text"], self.encode(case["text"]), case["ids"]) for case in golden["encodings"]]
-        cases += [
-            ("chat", case["messages"], self.encode_chat(case["messages"]), case["ids"]) for case in golden["chats"]
-        ]
+        fix = "export the bundle again"
+        golden = read_json(folder / GOLDEN, code="golden", fix=fix)
+        try:
+            cases = [("text", case["text"], self.encode(case["text"]), case["ids"]) for case in golden["encodings"]]
+            chats = [(case["messages"], case["ids"]) for case in golden["chats"]]
+            cases += [("chat", messages, self.encode_chat(messages), ids) for messages, ids in chats]
+        except (KeyError, TypeError, ValueError) as error:
+            raise SpotDeployError("golden", f"{GOLDEN} is damaged", seen=repr(error)[:200], fix=fix) from error
         for kind, source, seen, wanted in cases:
             if seen != wanted:
                 raise SpotDeployError(

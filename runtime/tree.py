@@ -1,4 +1,4 @@
-"""The draft tree: grown by prefix mass, in waves (SPOT, section 3.2; methods 2(a))."""
+"""The draft tree: grown by prefix mass, in waves (SPOT, section 3.2)."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = Path(__file__).parents[1]
+BACKENDS = ("onnxruntime", "openvino")
 
 
 def build(checkpoint, order_model, output, **options):
@@ -20,7 +21,8 @@ def build(checkpoint, order_model, output, **options):
     from spot_deploy.export.bundle_writer import ExportOptions, export_bundle
 
     export_bundle(checkpoint, output, order_model=order_model, options=ExportOptions(**options))
-    build_engine(output, backend="onnxruntime", threads=1)
+    for backend in BACKENDS:
+        build_engine(output, backend=backend, precision="f32", threads=1)
     return output
 
 
@@ -68,6 +70,15 @@ def tiny_runtime(tiny_bundle):
     from spot_deploy import Runtime
 
     with Runtime.load(tiny_bundle) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="session", params=BACKENDS)
+def each_runtime(request, tiny_bundle):
+    """The tiny bundle on every backend."""
+    from spot_deploy import Runtime
+
+    with Runtime.load(tiny_bundle, backend=request.param) as runtime:
         yield runtime
 
 

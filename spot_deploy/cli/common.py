@@ -18,6 +18,8 @@ from spot_deploy.runtime.manifest import MAX_BUDGET
 if TYPE_CHECKING:
     from rich.console import Console
 
+MAX_THREADS = 1024
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 backend_option = click.option(
     "--backend", type=click.Choice(BACKENDS), default=BACKENDS[0], show_default=True, help="Which engine runs."
@@ -122,15 +124,17 @@ def progress_bar(text: str, total: int) -> Iterator[Any]:
 
 
 def read_prompt(prompt: str) -> str:
-    """A prompt given as text, or `-` for standard input.
+    """A prompt given as text, or `-` for standard input, whose last line end is not part of the prompt.
 
     Raises:
         SpotDeployError: it is empty, or standard input is not UTF-8 (exit code 2).
     """
     if prompt == "-":
+        if sys.stdin is None:
+            raise usage_error("prompt-stdin", "standard input is closed", fix='pipe the prompt in, or --prompt "TEXT"')
         data = sys.stdin.buffer.read()
         try:
-            prompt = data.decode("utf-8")
+            prompt = data.decode("utf-8").removesuffix("\n").removesuffix("\r")
         except UnicodeDecodeError as error:
             raise usage_error(
                 "prompt-encoding",

@@ -8,7 +8,16 @@ from typing import Any
 
 import click
 
-from spot_deploy.cli.common import Budgets, backend_option, bundle_argument, emit, json_option, progress_bar
+from spot_deploy.cli.common import (
+    MAX_THREADS,
+    Budgets,
+    backend_option,
+    bundle_argument,
+    emit,
+    json_option,
+    progress_bar,
+)
+from spot_deploy.engines.errors import usage_error
 
 
 @click.command("eval-drafter")
@@ -17,7 +26,7 @@ from spot_deploy.cli.common import Budgets, backend_option, bundle_argument, emi
     "--prompts", type=click.Path(path_type=Path), required=True, help='JSON lines {"prompt": ..., "kind": ...}.'
 )
 @click.option("--chat", is_flag=True, help="Put the prompts into the target's chat template.")
-@click.option("--budgets", type=Budgets(), default="0,3,8,20", show_default=True)
+@click.option("--budgets", type=Budgets(), default="3,8,20", show_default=True)
 @click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True)
 @click.option("--gamma", type=click.FloatRange(0), help="Mass floor. [bundle's default]")
 @click.option("--seed", type=click.IntRange(0, 2**63), default=0, show_default=True, help="Prompt n takes seed + n.")
@@ -25,7 +34,9 @@ from spot_deploy.cli.common import Budgets, backend_option, bundle_argument, emi
 @click.option("--ignore-eos", is_flag=True, help="Fixed length, past stop tokens.")
 @click.option("--limit", type=click.IntRange(1), help="Use the first prompts only.")
 @backend_option
-@click.option("--threads", type=click.IntRange(1), help="Override the engine's thread count.")
+@click.option(
+    "--threads", type=click.IntRange(1, MAX_THREADS), help="In place of the engine's; drafts are then not called exact."
+)
 @json_option
 def command(
     bundle: Path,
@@ -48,6 +59,8 @@ def command(
     from spot_deploy.training.evaluation import evaluate
     from spot_deploy.training.prompts import read_prompts
 
+    if not any(budgets):
+        raise usage_error("options", f"budgets are {budgets}", wanted="at least one above 0", fix="--budgets 3,8,20")
     chosen = read_prompts(prompts, limit)
     options = DecodeOptions(**choices)
     with Runtime.load(bundle, backend=backend, threads=threads) as runtime, progress_bar("prompts", len(chosen)) as bar:

@@ -59,4 +59,5 @@ def command(bundle: Path, as_json: bool) -> None:
         exact = (
             f"strictly exact up to budget {record.exact_budget(record.threads)}" if record.exact else "not bit-exact"
         )
-        click.echo(f"engine    {name}: {record.layout}, {record.threads} threads, {exact}, {dict(record.versions)}")
+        how = f"{record.layout}, {record.precision}, {record.threads} threads, {exact}"
+        click.echo(f"engine    {name}: {how}, {dict(record.versions)}")

@@ -1,11 +1,14 @@
-"""`spot-deploy`: verbs are imported only when they run, errors are shown as plain lines, exit codes are DESIGN 7's."""
+"""`spot-deploy`: verbs are imported only when they run; errors are plain lines; exit codes as in engines.errors."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import os
+import signal
 import sys
+import threading
+from types import FrameType
 from typing import Any, NoReturn
 
 import click
@@ -54,6 +57,10 @@ def cli(debug: bool) -> None:
 def main(arguments: list[str] | None = None) -> Any:
     """Entry point of the console script."""
     given = sys.argv[1:] if arguments is None else arguments
+    if sys.stdout is None:  # closed by the caller
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)  # clean up as after Ctrl-C
     try:
         code = cli.main(given, prog_name="spot-deploy", standalone_mode=False)
         sys.stdout.flush()
@@ -70,14 +77,14 @@ def main(arguments: list[str] | None = None) -> Any:
         code = USAGE if isinstance(error, click.UsageError) else error.exit_code
         _leave(given, code, {"code": "usage", "what": error.format_message()})
     except BrokenPipeError:
-        # The reader of our output went away; leave without a second error at shutdown.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(FAILURE)
+        _leave([], FAILURE, {})  # the reader of our output went away
     except OSError as error:
         if "--debug" in given:
             raise
         what = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
-        click.echo(f"Error: {what} [os-error]", err=True)
+        click.echo(
+            f"Error: {what} [os-error]\n  fix: check that path, its permissions and the free disk space", err=True
+        )
         _leave(given, FAILURE, {"code": "os-error", "what": what})
     except Exception as error:
         if "--debug" in given:
@@ -88,8 +95,17 @@ def main(arguments: list[str] | None = None) -> Any:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
 def _leave(arguments: list[str], code: int, error: dict[str, str]) -> NoReturn:
     """Exit; with --json, the error is one object on stdout as well."""
-    if "--json" in arguments:
-        click.echo(json.dumps({"error": error}))
+    try:
+        if "--json" in arguments:
+            click.echo(json.dumps({"error": error}))
+        sys.stdout.flush()
+    except OSError:
+        # Standard output is gone or full, which may be the error itself; do not fail again at shutdown.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)

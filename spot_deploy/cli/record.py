@@ -6,7 +6,15 @@ from pathlib import Path
 
 import click
 
-from spot_deploy.cli.common import Numbers, backend_option, bundle_argument, emit, json_option, progress_bar
+from spot_deploy.cli.common import (
+    MAX_THREADS,
+    Numbers,
+    backend_option,
+    bundle_argument,
+    emit,
+    json_option,
+    progress_bar,
+)
 
 
 @click.command("record")
@@ -21,7 +29,9 @@ from spot_deploy.cli.common import Numbers, backend_option, bundle_argument, emi
 @click.option("--limit", type=click.IntRange(1), help="Use the first prompts only.")
 @click.option("--seed", type=click.IntRange(0, 2**63), default=0, show_default=True)
 @backend_option
-@click.option("--threads", type=click.IntRange(1), help="Override the engine's thread count.")
+@click.option(
+    "--threads", type=click.IntRange(1, MAX_THREADS), help="In place of the engine's; drafts are then not called exact."
+)
 @json_option
 def command(
     bundle: Path,

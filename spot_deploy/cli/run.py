@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spot_deploy.cli.common import (
+    MAX_THREADS,
     backend_option,
     bundle_argument,
     emit,
@@ -36,24 +37,47 @@ if TYPE_CHECKING:
 )
 @click.option("--gamma", type=click.FloatRange(0), help="Mass floor: drop drafts of less mass. [bundle's default]")
 @click.option("--tau", type=click.FloatRange(0.01, 100), help="Temperature of the order model. [bundle's default]")
-@click.option("--hedge-gate", type=click.FloatRange(0, 1), help="Draft a second token below this stale probability.")
-@click.option("--hedge-weights", type=click.Choice(HEDGE_WEIGHTS), help="Mass of first and second token.")
-@click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True, help="0: largest logit.")
+@click.option(
+    "--hedge-gate",
+    type=click.FloatRange(0, 1),
+    help="Draft a second token below this stale probability. [bundle's default]",
+)
+@click.option(
+    "--hedge-weights", type=click.Choice(HEDGE_WEIGHTS), help="Mass of first and second token. [bundle's default]"
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, 100),
+    default=0.0,
+    show_default=True,
+    help="0: largest logit; else 0.01 or more.",
+)
 @click.option("--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Addresses the noise.")
-@click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True, help="Length, in tokens.")
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(1),
+    default=256,
+    show_default=True,
+    help="Length, in tokens; the last block is always filled.",
+)
 @click.option("--ignore-eos", is_flag=True, help="Generate the full length, past stop tokens.")
 @click.option(
     "--verifier",
     type=click.Choice(VERIFIERS),
     default=VERIFIERS[0],
     show_default=True,
-    help="greedy is not exact above temperature 0.",
+    help="coupled: drafts use the noise that verification uses. uncoupled: they do not; same text, more passes at high "
+    "temperature. greedy: accepts largest logits, not exact above temperature 0.",
 )
 @click.option("--draft-tail", is_flag=True, help="Draft tokens outside the top 32 too (temperatures well above 1).")
 @click.option("--padded", is_flag=True, help="Give every pass the shape of a full budget.")
-@click.option("--fuse/--no-fuse", default=True, help="Open a block in the pass that stores the one before it.")
+@click.option(
+    "--fuse/--no-fuse", default=True, show_default=True, help="Open a block in the pass that stores the one before."
+)
 @backend_option
-@click.option("--threads", type=click.IntRange(1), help="Override the engine's thread count.")
+@click.option(
+    "--threads", type=click.IntRange(1, MAX_THREADS), help="In place of the engine's; drafts are then not called exact."
+)
 @click.option("--stream/--no-stream", default=None, help="Show text as it settles. [default: on a terminal]")
 @click.option("--compare", is_flag=True, help="Decode draft-free too; show passes and times side by side.")
 @json_option
@@ -79,6 +103,7 @@ def command(
             raise usage_error(
                 "compare", "there is nothing to compare with draft-free decoding", fix="--budget 1 or more"
             )
+        probed = runtime.exact_budget
         show = not as_json and (sys.stdout.isatty() if stream is None else stream)
         result = _decode(runtime, given, options, show)
         control = _decode(runtime, given, replace(options, budget=0), False) if compare else None
@@ -92,7 +117,7 @@ def command(
         return
     if not show:
         click.echo(result.text)
-    _show_figures([result] if control is None else [control, result])
+    _show_figures([result] if control is None else [control, result], probed)
     if control is not None:
         same = control.token_ids == result.token_ids
         click.echo("the texts are identical" if same else "the texts differ (this mode is not exact)", err=True)
@@ -125,7 +150,17 @@ def _raise_unequal(result: Result, control: Result) -> None:
     )
 
 
-def _show_figures(results: Sequence[Result]) -> None:
+def _exactness(result: Result, probed: int) -> str:
+    if result.exact:
+        return "yes"
+    if result.verifier == "greedy" and result.temperature > 0:
+        return "no (the greedy verifier is not, above temperature 0)"
+    if result.budget > probed > 0:
+        return f"not proven (the engine was probed up to budget {probed})"
+    return "not proven (the engine is not bit-exact, or runs with other threads than it was probed with)"
+
+
+def _show_figures(results: Sequence[Result], probed: int) -> None:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold")
@@ -151,7 +186,7 @@ def _show_figures(results: Sequence[Result]) -> None:
         ends = ", ".join(f"{name} {count}" for name, count in last.rejections.items())
         console.print(f"rounds ended by: {ends}")
     phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in last.phases.items())
-    console.print(f"time: {phases}; exact: {'yes' if last.exact else 'no'}; backend: {last.backend}")
+    console.print(f"time: {phases}; exact: {_exactness(last, probed)}; backend: {last.backend}")
     if len(results) == 2:
         control, spot = results
         console.print(

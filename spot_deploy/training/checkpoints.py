@@ -35,7 +35,7 @@ def load_state(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimi
     fix = f"delete {path} to start anew, or choose another folder"
     try:
         with safe_open(path, "pt") as file:
-            metadata = file.metadata()
+            metadata = file.metadata() or {}
         tensors = load_file(path)
     except SafetensorError as error:
         raise SpotDeployError("training-state", f"cannot read {path}", seen=str(error), fix=fix) from error

@@ -75,7 +75,8 @@ def evaluate(
             for name, drafter in drafters.items()
         }
         covered, ahead = trajectory.coverage()
-        for row in (rows[prompt.kind], rows["all"]):
+        for kind in {prompt.kind, "all"}:
+            row = rows[kind]
             row.prompts += 1
             row.draft_free += trajectory.commits
             row.covered += covered

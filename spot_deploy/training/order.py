@@ -1,4 +1,4 @@
-"""Training the order model on records (SPOT, section 3.1; methods 2(c))."""
+"""Training the order model on records (SPOT, section 3.1)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from spot_deploy.engines.contracts import Array
-from spot_deploy.engines.errors import usage_error
+from spot_deploy.engines.errors import SpotDeployError, usage_error
 from spot_deploy.export.order_model import OrderModel, load_order_model, save_order_model
 from spot_deploy.runtime.features import OrderInputs, order_inputs
 from spot_deploy.training.checkpoints import load_state, save_state
@@ -34,6 +34,16 @@ class TrainOptions:
     seed: int = 1
     threads: int = 1
     save_every: int = 250
+
+    def __post_init__(self) -> None:
+        if not 0 < self.learning_rate <= 1 or not 0 <= self.seed < 2**63:
+            raise usage_error(
+                "options",
+                "some options are out of range",
+                seen=f"learning_rate {self.learning_rate}, seed {self.seed}",
+                wanted="0 < learning_rate <= 1, 0 <= seed < 2^63",
+                fix="mend them",
+            )
 
 
 @dataclass(frozen=True)
@@ -156,6 +166,10 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = rate
         loss = F.nll_loss(scores(model.train(), inputs), torch.from_numpy(labels))
+        if not math.isfinite(loss.item()):
+            raise SpotDeployError(
+                "training-diverged", f"the loss is {loss.item()} at step {step}", fix="use a smaller --learning-rate"
+            )
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

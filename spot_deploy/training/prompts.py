@@ -23,7 +23,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     """
     fix = 'give JSON lines such as {"prompt": "How much is 2 + 2?", "kind": "sums"}'
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a JSON string may hold other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise usage_error("prompts", f"cannot read {path}", seen=str(error), fix=fix) from error
     prompts = []
@@ -32,10 +32,11 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
             continue
         try:
             document = json.loads(line)
-            prompt = Prompt(document["prompt"], str(document.get("kind", "all")))
+            prompt = Prompt(document["prompt"], str(document.get("kind", "prompts")))
             if not isinstance(prompt.text, str) or not prompt.text:
                 raise ValueError("prompt is empty")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            prompt.text.encode("utf-8")  # lone surrogates are no text
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise usage_error("prompts", f"line {number} of {path} is no prompt", seen=repr(error), fix=fix) from error
         prompts.append(prompt)
     if not prompts:

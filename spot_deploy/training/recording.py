@@ -35,6 +35,8 @@ def record(
     """
     from safetensors.numpy import save_file
 
+    if folder.exists() and not folder.is_dir():
+        raise SpotDeployError("records-output", f"{folder} is a file", wanted="a folder", fix="choose another path")
     digest = hashlib.sha256("\n".join(p.text for p in prompts).encode()).hexdigest()
     meta = {
         "format": FORMAT,

@@ -33,6 +33,8 @@ from spot_deploy.runtime.state import Commit, State
 
 FORMAT = "spot-deploy-records"
 META = "records.json"
+ROWS = ("log_p", "ids", "rest", "log_odds")
+TENSORS = (*ROWS, "block_step", "given", "temperature", "step_row", "position", "token")
 DEPTHS = (1, 2, 4, 8, 16)  # at which accuracy is reported; depth 1 follows the root
 
 
@@ -71,7 +73,7 @@ class Recorder:
     def tensors(self) -> dict[str, Array]:
         """The table above."""
         columns = self._columns
-        rows = {name: np.concatenate(columns[name]) for name in ("log_p", "ids", "rest", "log_odds")}
+        rows = {name: np.concatenate(columns[name]) for name in ROWS}
         return rows | {
             "block_step": np.array([*self._block_step, len(columns["position"])], np.int64),
             "given": np.stack(columns["given"]),
@@ -129,13 +131,14 @@ def load_records(folders: Sequence[Path]) -> Records:
     widths = set()
     for folder in folders:
         meta = read_json(folder / META, code="records", fix="give folders that spot-deploy record wrote")
-        if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        if not isinstance(meta, dict) or meta.get("format") != FORMAT or type(meta.get("block_width")) is not int:
             raise SpotDeployError("records", f"{folder} holds no records", fix="spot-deploy record makes them")
         widths.add(meta["block_width"])
         for path in sorted(folder.glob("shard-*.safetensors")):
             try:
-                shards.append(load_file(path))
-            except SafetensorError as error:
+                shard = load_file(path)
+                shards.append({name: shard[name] for name in TENSORS})
+            except (SafetensorError, KeyError, OSError) as error:
                 raise SpotDeployError(
                     "records", f"cannot read {path}", seen=str(error), fix="delete it and record again"
                 ) from error
@@ -148,7 +151,7 @@ def load_records(folders: Sequence[Path]) -> Records:
             fix="record first; train one order model per block width",
         )
     arrays = {}
-    for name in shards[0]:
+    for name in TENSORS:
         parts = [shard[name] for shard in shards]
         if name in ("block_step", "step_row"):
             starts = np.cumsum([0, *(part[-1] for part in parts)])

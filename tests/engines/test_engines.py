@@ -9,8 +9,8 @@ import pytest
 from toy_target import ToyTarget
 
 from spot_deploy import SpotDeployError, build_engine
+from spot_deploy.engines import backends, ort, ov
 from spot_deploy.engines.contracts import GraphSignature, TargetOutputs, TargetShape, order_signature
-from spot_deploy.engines.ort import OrtTarget
 from spot_deploy.engines.probe import probe_invariance
 from spot_deploy.engines.record import read_record, record_path
 from spot_deploy.runtime.manifest import read_manifest
@@ -30,11 +30,11 @@ class Leaky:
         return TargetOutputs(logits, out.top_ids, out.rest_lse, out.rest_lse_raw, out.row, out.kept)
 
 
-@pytest.fixture(scope="module")
-def session(tiny_bundle):
+@pytest.fixture(scope="module", params=backends.BACKENDS)
+def session(request, tiny_bundle):
     manifest = read_manifest(tiny_bundle)
     file, signature = manifest.graph("target-split")
-    return OrtTarget(tiny_bundle / file, signature, 1)
+    return backends.open_target(request.param, tiny_bundle / file, signature, threads=1, precision="f32")
 
 
 def probe(session):
@@ -111,7 +111,7 @@ def test_a_golden_trace_that_differs_fails_the_build(tiny_copy, monkeypatch):
 def test_signature_of_another_graph_is_refused(tiny_bundle):
     shape = TargetShape(layers=2, kv_heads=2, head_dim=8, vocab=320, raw_confidence=False)
     with pytest.raises(SpotDeployError, match="not the one the manifest describes"):
-        OrtTarget(tiny_bundle / "target-split.onnx", shape.signature(), 1)
+        ort.Target(tiny_bundle / "target-split.onnx", shape.signature(), 1)
 
 
 def test_signatures_survive_json():
@@ -131,3 +131,34 @@ def test_toy_target_is_invariant_too():
             return target.run(type(inputs)(**{**vars(inputs), "past": past}), keep=keep)
 
     assert probe_invariance(WithoutPastCheck(), shape, 4, (8, 32), 3)["strict"]
+
+
+def test_precision_that_the_processor_lacks_is_an_environment_error(monkeypatch):
+    monkeypatch.setattr(ov, "precisions", lambda: ("f32",))
+    for backend in backends.BACKENDS:
+        assert backends.choose_precision(backend, "f32") == backends.choose_precision(backend, None) == "f32"
+        with pytest.raises(SpotDeployError, match="bf16") as caught:
+            backends.choose_precision(backend, "bf16")
+        assert caught.value.exit_code == 4
+    monkeypatch.setattr(ov, "precisions", lambda: ("bf16", "f32"))
+    assert backends.choose_precision("openvino", None) == "bf16"
+
+
+def test_openvino_takes_the_precision_it_is_told(tiny_bundle):
+    signature = read_manifest(tiny_bundle).graph("target-split")[1]
+    for precision in ov.precisions():
+        compiled = ov._compile(tiny_bundle / "target-split.onnx", signature, 1, precision, "target")
+        assert compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name() == precision
+
+
+def test_backends_agree(tiny_bundle):
+    """The same pass on both, in float32."""
+    from spot_deploy import Runtime
+
+    texts = []
+    for backend in backends.BACKENDS:
+        with Runtime.load(tiny_bundle, backend=backend) as runtime:
+            result = runtime.generate("the cat sat", max_new_tokens=40, ignore_eos=True, budget=0)
+            texts.append(result.token_ids)
+            assert result.backend == backend
+    assert texts[0] == texts[1]

@@ -11,8 +11,12 @@ from spot_deploy.engines import files
 from spot_deploy.engines.files import read_json, staged_folder, write_json, write_text
 
 
+def has_mark(folder):
+    return (folder / "mark").is_file()
+
+
 def make(target, content, *, force=False):
-    with staged_folder(target, force=force, marker="mark") as stage:
+    with staged_folder(target, force=force, ours=has_mark) as stage:
         (stage / "mark").write_text(content)
 
 
@@ -32,7 +36,7 @@ def test_an_error_leaves_the_old_folder_and_no_rest(tmp_path):
     make(target, "one")
 
     def interrupted():
-        with staged_folder(target, force=True, marker="mark") as stage:
+        with staged_folder(target, force=True, ours=has_mark) as stage:
             (stage / "mark").write_text("two")
             raise KeyboardInterrupt
 
@@ -61,6 +65,26 @@ def test_an_empty_folder_may_be_filled_and_a_full_one_may_not(tmp_path):
         make(tmp_path / "file", "one", force=True)
 
 
+def test_whoever_comes_second_does_not_replace_silently(tmp_path):
+    target = tmp_path / "out"
+
+    def second():
+        with staged_folder(target, force=False, ours=has_mark) as stage:
+            (stage / "mark").write_text("second")
+            make(target, "first")
+
+    with pytest.raises(SpotDeployError, match="already there"):
+        second()
+    assert (target / "mark").read_text() == "first"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_links_that_loop(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(SpotDeployError):
+        make(tmp_path / "loop", "x")
+
+
 def test_file_is_kept_when_writing_fails(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
     write_json(path, {"a": 1})
@@ -75,11 +99,13 @@ def test_files_are_readable_by_others_as_the_umask_says(tmp_path):
     old = os.umask(0o022)
     try:
         write_text(tmp_path / "a", "x")
-        make(tmp_path / "folder", "one")
+        with staged_folder(tmp_path / "folder", force=False, ours=has_mark) as stage:
+            (stage / "private").touch(mode=0o600)
     finally:
         os.umask(old)
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
     assert (tmp_path / "folder").stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / "folder" / "private").stat().st_mode & 0o777 == 0o644
 
 
 def test_nan_is_never_written(tmp_path):

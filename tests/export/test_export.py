@@ -170,6 +170,7 @@ def test_existing_output_is_replaced_only_by_force_and_only_if_it_is_a_bundle(ti
     other = tmp_path / "photos"
     other.mkdir()
     (other / "cat.jpg").write_text("x")
+    (other / "manifest.json").write_text('{"name": "a browser extension"}')
     with pytest.raises(SpotDeployError, match="already there"):
         export_bundle(tiny_checkpoint, other, order_model=None, options=options, force=True)
     assert (other / "cat.jpg").exists()

@@ -41,13 +41,13 @@ def test_settled_text_waits_for_gaps():
     assert len(text) == 10
 
 
-def test_threads_share_a_runtime(tiny_runtime):
+def test_threads_share_a_runtime(each_runtime):
     jobs = [("the cat", 0.0, 1), ("a dog ran", 1.0, 2), ("one two", 1.0, 3), ("big red", 1.5, 4)] * 3
     options = {"max_new_tokens": 24, "ignore_eos": True}
 
     def decode(job):
         prompt, temperature, seed = job
-        return tiny_runtime.generate(prompt, temperature=temperature, seed=seed, **options).token_ids
+        return each_runtime.generate(prompt, temperature=temperature, seed=seed, **options).token_ids
 
     alone = [decode(job) for job in jobs]
     with ThreadPoolExecutor(4) as pool:
@@ -66,6 +66,15 @@ def test_ids_that_are_no_text(tiny_runtime, ids):
     with pytest.raises(SpotDeployError) as caught:
         tiny_runtime.generate(ids)
     assert caught.value.code == "prompt-ids"
+
+
+@pytest.mark.parametrize(
+    "prompt", [[{"role": "user"}], [{"role": "user", "content": None}], ["a"], [1, "a"], [1.5]], ids=repr
+)
+def test_prompts_of_no_kind(tiny_runtime, prompt):
+    with pytest.raises(SpotDeployError) as caught:
+        tiny_runtime.generate(prompt)
+    assert caught.value.code == "prompt-type"
 
 
 def test_arguments_are_checked_before_the_first_event(tiny_runtime):
@@ -113,15 +122,16 @@ print(len(result.token_ids), result.accepted >= 0)
     assert done.stdout.split() == ["20", "True"]
 
 
-def test_without_a_backend_the_error_names_the_extra(tiny_bundle):
+@pytest.mark.parametrize(("backend", "extra"), [("onnxruntime", "cpu"), ("openvino", "openvino")])
+def test_without_a_backend_the_error_names_the_extra(tiny_bundle, backend, extra):
     body = f"""
 import importlib.util
 real = importlib.util.find_spec
-importlib.util.find_spec = lambda name, package=None: None if name == "onnxruntime" else real(name, package)
+importlib.util.find_spec = lambda name, package=None: None if name == {backend!r} else real(name, package)
 from spot_deploy.cli.main import main
-main(["run", {str(tiny_bundle)!r}, "--prompt", "x"])
+main(["run", {str(tiny_bundle)!r}, "--prompt", "x", "--backend", {backend!r}])
 """
-    done = run_python(body, {"onnxruntime"})
+    done = run_python(body, {backend})
     assert done.returncode == 4
-    assert 'pip install "spot-deploy[cpu]"' in done.stderr
+    assert f'pip install "spot-deploy[{extra}]"' in done.stderr
     assert "Traceback" not in done.stderr

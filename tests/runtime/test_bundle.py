@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spot_deploy import Runtime, SpotDeployError
-from spot_deploy.runtime.bundle import open_bundle
+from spot_deploy.runtime.bundle import bundle_id, open_bundle
 from spot_deploy.runtime.manifest import Decoding, default_buckets, read_manifest, to_document
 
 
@@ -118,6 +119,8 @@ CONTRADICTIONS = {
     "graph-missing": lambda d: d["graphs"].pop("order"),
     "signature": lambda d: d["graphs"]["order"]["signature"]["inputs"][0].update(dtype="float16"),
     "vocab": lambda d: d["decoding"]["shape"].update(vocab=100),
+    "layers-huge": lambda d: d["decoding"]["shape"].update(layers=2**70),
+    "prefill-huge": lambda d: d["decoding"].update(prefill_positions=2**70),
     "mask-is-stop": lambda d: d["decoding"].update(stop_ids=[d["decoding"]["mask_id"]]),
     "buckets": lambda d: d["decoding"].update(buckets=[8]),
     "confidence": lambda d: d["decoding"].update(confidence="raw"),
@@ -161,6 +164,47 @@ def test_any_damaged_manifest_value_is_an_error_or_harmless(tiny_bundle, tmp_pat
     assert isinstance(manifest.decoding, Decoding)
     if path[0][1] != "decoding":
         assert manifest.decoding == decoding
+
+
+def test_manifest_that_was_edited_but_makes_sense(tiny_copy):
+    edit(tiny_copy, lambda d: d["decoding"].update(stop_ids=[5]))
+    with pytest.raises(SpotDeployError) as caught:
+        Runtime.load(tiny_copy)
+    assert caught.value.code == "bundle-id"
+
+
+def reseal(folder):
+    """Make checksums fit what is there, as an attacker or a careless script would."""
+    document = json.loads((folder / "manifest.json").read_text())
+    for entry in document["files"]:
+        data = (folder / entry["path"]).read_bytes()
+        entry.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    document["bundle_id"] = bundle_id(document)
+    (folder / "manifest.json").write_text(json.dumps(document))
+    record = json.loads((folder / "engines" / "onnxruntime" / "engine.json").read_text())
+    record["bundle_id"] = document["bundle_id"]
+    (folder / "engines" / "onnxruntime" / "engine.json").write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("golden.json", b"[]"),
+        ("golden.json", b'{"encodings": [{"text": 1, "ids": []}], "chats": [], "traces": []}'),
+        ("golden.json", b'{"encodings": [{"text": "the", "ids": [1]}], "chats": [], "traces": []}'),
+        ("chat_template.jinja", b"\xff\xfe"),
+        ("chat_template.jinja", b"{% for %}"),
+        ("tokenizer.json", b"{}"),
+        ("target-split.onnx", b"onnx"),
+    ],
+    ids=ascii,
+)
+def test_content_that_is_wrong_under_right_checksums(tiny_copy, name, content):
+    (tiny_copy / name).write_bytes(content)
+    reseal(tiny_copy)
+    with pytest.raises(SpotDeployError) as caught:
+        Runtime.load(tiny_copy)
+    assert caught.value.fix
 
 
 def test_other_things_that_are_no_bundle(tmp_path, tiny_checkpoint):

@@ -60,7 +60,7 @@ def test_log_odds_and_head_proper(seed, vocab, width, temperature, levels, raw):
 
 
 def test_log_odds_do_not_saturate():
-    """float32 softmax is exactly 1.0 for both rows; total minus one would be nothing but rounding (traps, row 1)."""
+    """float32 softmax is exactly 1.0 for both rows; total minus one would be nothing but rounding."""
     logits = np.zeros((2, 1000), np.float32)
     logits[:, 7] = (60.0, 61.0)
     odds = head_of(logits).log_odds(np.zeros(2, np.int64))

@@ -89,7 +89,7 @@ def test_rows_are_fetched_only_where_the_tail_can_decide():
 
 
 def commit_law(logits, temperature, raw):
-    """P(position, token commits next) in closed form (methods 2(a)); ties in confidence go to the lower position."""
+    """P(position, token commits next) in closed form; ties in confidence go to the lower position."""
     scaled = logits.astype(np.float64) / temperature
     p = np.exp(scaled - log_sum_exp(scaled)[:, None])
     confidence = np.exp(logits - log_sum_exp(logits.astype(np.float64))[:, None]) if raw else p

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from spot_deploy.cli.main import VERBS, main
+from spot_deploy.training.prompts import read_prompts
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ def test_compare_fails_loudly_when_an_exact_mode_differs(spot, tiny_bundle, monk
 
 def test_chat_and_stdin(spot, tiny_bundle):
     typed = spot("run", tiny_bundle, "--prompt", "the cat", "--chat", "--max-new-tokens", 9, "--json")
-    piped = spot("run", tiny_bundle, "--prompt", "-", "--chat", "--max-new-tokens", 9, "--json", stdin=b"the cat")
+    piped = spot("run", tiny_bundle, "--prompt", "-", "--chat", "--max-new-tokens", 9, "--json", stdin=b"the cat\n")
     plain = spot("run", tiny_bundle, "--prompt", "the cat", "--max-new-tokens", 9, "--json")
     assert json.loads(typed.out)["token_ids"] == json.loads(piped.out)["token_ids"]
     assert json.loads(typed.out)["prompt_tokens"] > json.loads(plain.out)["prompt_tokens"]
@@ -147,6 +148,7 @@ USAGE = {
     "seed": ["run", "BUNDLE", "--prompt", "x", "--seed", str(2**64)],
     "capacity": ["run", "BUNDLE", "--prompt", "x" * 300],
     "length": ["run", "BUNDLE", "--prompt", "x", "--max-new-tokens", "1000"],
+    "threads": ["run", "BUNDLE", "--prompt", "x", "--threads", "9999999999999"],
     "layout": ["build-engine", "BUNDLE", "--layout", "diagonal"],
     "parity": ["export", "X", "-o", "Y", "--parity", "some"],
     "budgets": ["export", "X", "-o", "Y", "--budgets", "3;8"],
@@ -176,8 +178,9 @@ def test_stdin_that_is_not_utf8(spot, tiny_bundle, data):
     assert "offset" in result.err
 
 
-def test_empty_stdin(spot, tiny_bundle):
-    assert spot("run", tiny_bundle, "--prompt", "-", stdin=b"").code == 2
+@pytest.mark.parametrize("data", [b"", b"\n"])
+def test_empty_stdin(spot, tiny_bundle, data):
+    assert spot("run", tiny_bundle, "--prompt", "-", stdin=data).code == 2
 
 
 def test_damaged_bundle_is_one_error(spot, tiny_copy):
@@ -204,7 +207,7 @@ def test_inspect(spot, tiny_bundle):
     assert document["engines"]["onnxruntime"]["probe"]["strict"] is True
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", "{"])
+@pytest.mark.parametrize("content", ["{}", "[]", "{", '{"format": "spot-deploy-engine", "schema_version": 1}'])
 def test_inspect_of_a_damaged_engine_record(spot, tiny_copy, content):
     (tiny_copy / "engines" / "onnxruntime" / "engine.json").write_text(content)
     result = spot("inspect", tiny_copy)
@@ -307,7 +310,11 @@ def test_record_train_eval(spot, tiny_bundle, tmp_path):
     assert "joint t=32" in table.out
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"kind": "x"}', '{"prompt": ""}', '{"prompt": 3}', ""], ids=ascii)
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", '{"prompt": "a\\ud800"}', "[" * 100_000, '{"kind": "x"}', '{"prompt": ""}', '{"prompt": 3}', ""],
+    ids=ascii,
+)
 def test_prompt_files_that_are_none(spot, tiny_bundle, tmp_path, line):
     path = tmp_path / "p.jsonl"
     path.write_text(line + "\n")
@@ -316,7 +323,36 @@ def test_prompt_files_that_are_none(spot, tiny_bundle, tmp_path, line):
     assert "p.jsonl" in result.err
 
 
-def test_interrupt_ends_with_130(tiny_bundle):
+def test_prompts_may_hold_any_line_separator_and_a_byte_order_mark(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text("\ufeff" + json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert [p.text for p in read_prompts(path)] == ["a\u2028b"]
+
+
+def test_full_disk_is_one_error(tiny_bundle):
+    code = "from spot_deploy.__main__ import main; main()"
+    arguments = ["run", str(tiny_bundle), "--prompt", "x", "--max-new-tokens", "8", "--json"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code, *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert b"Traceback" not in done.stderr
+    assert done.stderr.count(b"Error") == 1
+
+
+def test_training_that_diverges_or_cannot_be(spot, tmp_path):
+    for option in (("--learning-rate", "inf"), ("--seed", 2**64)):
+        assert spot("train-drafter", tmp_path, "-o", tmp_path / "o", *option).code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_ends_with_130(tiny_bundle, number):
     command = [sys.executable, "-P", "-c", "from spot_deploy.cli.main import main; main()", "run", str(tiny_bundle)]
     process = subprocess.Popen(
         [*command, "--prompt", "-"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, stdout=subprocess.PIPE
@@ -327,7 +363,7 @@ def test_interrupt_ends_with_130(tiny_bundle):
             if "pipe" in file.read():
                 break
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert b"Traceback" not in err
