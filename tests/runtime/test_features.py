@@ -1,0 +1,84 @@
+"""What the order model reads: no token ids, the documented columns, the same from a record as from the target."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spot_deploy.runtime.features import BEFORE, HYPOTHETICAL, MASKED, ROOT, Stale, order_inputs
+from spot_deploy.runtime.head import Head, summarise
+from spot_deploy.runtime.state import Commit, State
+from spot_deploy.training.records import Recorder, Records
+
+WIDTH, POSITIONS = 8, np.array([1, 3, 4, 6])
+
+
+def head_of(logits):
+    top, ids, rest, _ = summarise(logits, 1.0)
+    return Head(POSITIONS, top, ids, rest, None, 1.0, lambda m: logits[m])
+
+
+def logits_of(seed, vocab=60):
+    return np.random.default_rng(seed).normal(size=(len(POSITIONS), vocab)).astype(np.float32) * 3
+
+
+def test_renaming_the_vocabulary_changes_nothing():
+    logits = logits_of(0)
+    renamed = np.random.default_rng(1).permutation(60)
+    prefix, same = [], []
+    for position, token in ((3, 7), (6, 50)):
+        prefix.append(Commit(position, token))
+        same.append(Commit(position, int(np.flatnonzero(renamed == token)[0])))
+    one = order_inputs(Stale.of(head_of(logits), WIDTH), [prefix])
+    other = order_inputs(Stale.of(head_of(logits[:, renamed]), WIDTH), [same])
+    np.testing.assert_allclose(one.features, other.features, atol=1e-6)
+    np.testing.assert_array_equal(one.state_id, other.state_id)
+
+
+def test_columns():
+    logits = logits_of(2)
+    p = np.exp(logits.astype(float))
+    p /= p.sum(1, keepdims=True)
+    ranked = -np.sort(-p, axis=1)
+    token = int(p[1].argmax())
+    inputs = order_inputs(Stale.of(head_of(logits), WIDTH), [[Commit(3, token), Commit(6, 0)], [Commit(3, token)]])
+    features = inputs.features[0]
+    np.testing.assert_allclose(features[POSITIONS, :32], np.log(ranked[:, :32]) / 10, atol=1e-5)
+    np.testing.assert_allclose(features[POSITIONS, 32], ranked[:, 32:].sum(1), atol=1e-5)
+    np.testing.assert_allclose(features[POSITIONS, 34], ranked[:, 0] - ranked[:, 1], atol=1e-5)
+    odds = np.log(ranked[:, 0] / (1 - ranked[:, 0]))
+    np.testing.assert_allclose(features[POSITIONS, 35], odds / 10, atol=1e-5)
+    assert sorted(features[POSITIONS, 36]) == [0, np.float32(1 / 3), np.float32(2 / 3), 1]
+    assert features[POSITIONS, 36][odds.argmax()] == 0
+    assert features[3, 37] == np.float32(ranked[1, 0])
+    np.testing.assert_allclose(features[:, 38], 2 / WIDTH)
+    np.testing.assert_allclose(features[:, 39], 2 / 32)
+    given = np.setdiff1d(np.arange(WIDTH), POSITIONS)
+    assert not features[given, :38].any()
+    assert inputs.state_id[0].tolist() == [BEFORE, MASKED, BEFORE, ROOT, MASKED, BEFORE, HYPOTHETICAL, BEFORE]
+    assert inputs.masked.sum(1).tolist() == [2, 3]
+    assert inputs.depth.tolist() == [2, 1]
+
+
+def test_a_record_gives_the_same_features_as_the_target():
+    """Up to the half precision of the recorded log-probabilities."""
+    recorder = Recorder(WIDTH)
+    tokens = np.zeros(WIDTH, np.int64)
+    tokens[POSITIONS] = 99
+    heads = []
+    state = State(5, tokens, 99)
+    for seed in range(3):
+        head = head_of(logits_of(seed))
+        keep = np.isin(POSITIONS, state.masked)
+        head = Head(state.masked, head.logits[keep], head.ids[keep], head.rest_lse[keep], None, 1.0, head.row)
+        heads.append(head)
+        commit = Commit(int(state.masked[0]), int(head.ids[0, 0]))
+        recorder(state, head, commit)
+        state = state.after(commit)
+    records = Records(WIDTH, recorder.tensors())
+    assert records.blocks == 1
+    for step, head in enumerate(heads):
+        prefix = records.commits([step])
+        seen = order_inputs(records.stale(0, step), [prefix])
+        wanted = order_inputs(Stale.of(head, WIDTH), [prefix])
+        np.testing.assert_allclose(seen.features, wanted.features, atol=2e-3)
+        np.testing.assert_array_equal(seen.state_id, wanted.state_id)
