@@ -129,9 +129,9 @@ def save_graph(
     """Write an ONNX file; initializers named `prefix` + a key of `external` become references into the weights file.
 
     Raises:
-        SpotDeployError: a weight did not survive tracing under its name (an exporter that folds it would copy it).
+        SpotDeployError: a weight is no longer in the graph (the exporter would have computed with it, and kept a copy).
     """
-    used = set()
+    used: set[tuple[int, int]] = set()
     for name, value in model.graph.initializers.items():
         key = name.removeprefix(prefix)
         if external is not None and key in external and value.const_value is not None:
@@ -146,12 +146,30 @@ def save_graph(
                 base_dir=path.parent,
             )
             used.add(external[key])
-    lost = sorted(key for key, place in (external or {}).items() if place not in used)
+    lost = _not_represented(path.parent / WEIGHTS, external or {}, used)
     if lost:
         raise SpotDeployError(
             "trace-weights",
             "the exporter folded weights into the graph",
             seen=", ".join(lost[:5]),
-            fix="install a torch version between those that pyproject.toml names and report this one",
+            fix="install the versions of torch and onnxscript in scripts/constraints.txt, and report yours",
         )
     onnx_ir.save(model, path)
+
+
+def _not_represented(weights: Path, external: dict[str, tuple[int, int]], used: set[tuple[int, int]]) -> list[str]:
+    """Names of weights that no reference of the graph stands for.
+
+    The exporter joins small weights of equal content, such as the norms of a network that is not trained yet; those are
+    represented by each other.
+    """
+    with weights.open("rb") as file:
+
+        def content(place: tuple[int, int]) -> bytes:
+            file.seek(place[0])
+            return file.read(place[1])
+
+        missing = {key: place for key, place in external.items() if place not in used}
+        sizes = {length for _, length in missing.values()}
+        present = {content(place) for place in used if place[1] in sizes}
+        return sorted(key for key, place in missing.items() if content(place) not in present)

@@ -142,8 +142,8 @@ def test_layer_parity_passes_and_can_fail(tiny_checkpoint, monkeypatch):
 
 
 def test_tied_head_shards_and_no_order_model(tmp_path):
-    """A second shape of checkpoint: tied head, several weight files, no drafter."""
-    folder = write_tiny_checkpoint(tmp_path / "target-b8", tied=True, shards=True, seed=5)
+    """A second shape of checkpoint: tied head, several weight files, norms of ones as before training, no drafter."""
+    folder = write_tiny_checkpoint(tmp_path / "target-b8", tied=True, shards=True, norms=False, seed=5)
     assert len(list(folder.glob("*.safetensors"))) > 1
     edit_config(folder, block_size="delete")  # the name says it
     output = tmp_path / "out.spot"

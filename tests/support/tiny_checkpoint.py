@@ -16,8 +16,11 @@ TEMPLATE = (
 )
 
 
-def write_tiny_checkpoint(folder, *, tied=False, shards=False, seed=0):
-    """Random weights, drawn wide so that distributions are peaked. Ids 300..319 are unknown to the tokenizer."""
+def write_tiny_checkpoint(folder, *, tied=False, shards=False, norms=True, seed=0):
+    """Random weights, drawn wide so that distributions are peaked. Ids 300..319 are unknown to the tokenizer.
+
+    `norms`: random ones too; else all 1, as in a network that is not trained.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     sizes = {
@@ -37,7 +40,7 @@ def write_tiny_checkpoint(folder, *, tied=False, shards=False, seed=0):
         for name, p in model.named_parameters():
             if p.dim() > 1:
                 p.normal_(std=0.25 if "lm_head" not in name else 0.6)
-            else:
+            elif norms:
                 p.uniform_(0.7, 1.3)
     model.save_pretrained(folder, max_shard_size="40KB" if shards else "5GB")
     tokenizer = Tokenizer(models.BPE())
