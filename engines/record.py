@@ -7,7 +7,7 @@ invariance probe that decides whether speculation is strictly exact.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -85,19 +85,7 @@ def read_record(bundle: Path, backend: str, bundle_id: str, *, here: bool = True
     try:
         if (document["format"], document["schema_version"]) != (FORMAT, SCHEMA_VERSION):
             raise ValueError(f"format {document['format']!r}, schema {document['schema_version']!r}")
-        names = (
-            "backend",
-            "layout",
-            "precision",
-            "threads",
-            "bundle_id",
-            "providers",
-            "versions",
-            "probe",
-            "smoke",
-            "created_at",
-        )
-        record = EngineRecord(**{name: document[name] for name in names})
+        record = EngineRecord(**{f.name: document[f.name] for f in fields(EngineRecord)})
         numbers = [record.threads, *(record.probe[name] for name in ("states", "comparisons", "unequal"))]
         numbers += [record.smoke[name] for name in ("traces", "commits")]
         right = all(type(n) is int and 0 <= n < 2**31 for n in numbers) and 1 <= record.threads <= 1024

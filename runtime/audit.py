@@ -62,10 +62,8 @@ def audit(
         block, position = divmod(event.position, width)
         commit = Commit(position, event.token)
         if state is None:
-            tokens = np.full(width, decoding.mask_id, np.int64)
             given = prompt[block * width :][:width] if finished is None else prompt[:0]
-            tokens[: len(given)] = given
-            state = State(block, tokens, decoding.mask_id)
+            state = State.opened(block, given, width, decoding.mask_id)
             head = target.open_first(state) if finished is None else target.open_next(finished, state)
         else:
             head = target.verify([state], budget=0)[0]

@@ -171,10 +171,8 @@ def decode(
     figures.phases["prefill"] = target.seconds
     finished: Array | None = None
     for block in range(first, decoding.blocks(len(prompt), options.max_new_tokens)):
-        tokens = np.full(width, decoding.mask_id, np.int64)
         given = prompt[block * width :][:width] if block == first else prompt[:0]
-        tokens[: len(given)] = given
-        state = State(block, tokens, decoding.mask_id)
+        state = State.opened(block, given, width, decoding.mask_id)
         head = target.open_first(state) if finished is None else target.open_next(finished, state)
         figures.nfe += 1
         root, commit = _advance(state, head, noise, figures, observe)

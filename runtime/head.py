@@ -78,6 +78,14 @@ class Head:
         boundary = log_sum_exp(np.where(self.in_head, -np.inf, scaled))
         return np.logaddexp(boundary, rest_lse.astype(np.float64))
 
+    @cached_property
+    def _ranked(self) -> tuple[Array, Array]:
+        """Logits and rest that confidence is taken from: tempered, or raw where the target says so."""
+        if self.rest_lse_raw is None:
+            return self.scaled, self.rest
+        x = self.logits.astype(np.float64)
+        return x, self._rest(x, self.rest_lse_raw)
+
     def log_odds(self, column: Array) -> Array:
         """Confidence of one head id per row: its logit against the log-sum-exp of all others, summed without it.
 
@@ -86,22 +94,14 @@ class Head:
         Args:
             column: index into the K columns, int [M].
         """
-        if self.rest_lse_raw is None:
-            x, rest = self.scaled, self.rest
-        else:
-            x = self.logits.astype(np.float64)
-            rest = self._rest(x, self.rest_lse_raw)
+        x, rest = self._ranked
         chosen = np.arange(x.shape[1]) == column[:, None]
         others = log_sum_exp(np.where(self.in_head & ~chosen, x, -np.inf))
         return np.asarray(x[chosen] - np.logaddexp(others, rest))
 
     def tail_bound(self) -> Array:
         """An upper bound of the confidence that any id outside the head proper can have, float64 [M]."""
-        if self.rest_lse_raw is None:
-            x, rest = self.scaled, self.rest
-        else:
-            x = self.logits.astype(np.float64)
-            rest = self._rest(x, self.rest_lse_raw)
+        x, rest = self._ranked
         best = np.minimum(x[:, -1], rest)
         head = log_sum_exp(np.where(self.in_head, x, -np.inf))
         return np.where(np.isneginf(head), np.inf, best - head + 1e-6)  # a float32 sum's error on top

@@ -34,6 +34,13 @@ class State:
     mask_id: int
     commits: int = field(default=0)
 
+    @classmethod
+    def opened(cls, block: int, given: Array, width: int, mask_id: int) -> State:
+        """A block of `width` positions that holds the `given` tokens at its start, and masks."""
+        tokens = np.full(width, mask_id, np.int64)
+        tokens[: len(given)] = given
+        return cls(block, tokens, mask_id)
+
     @cached_property
     def masked(self) -> Array:
         """Positions still masked, rising."""

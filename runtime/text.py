@@ -26,9 +26,10 @@ class Text:
         from tokenizers import Tokenizer
 
         try:
-            document = json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))
+            written = (folder / TOKENIZER).read_text(encoding="utf-8")
+            document = json.loads(written)
             # The template's own special tokens are meant; in user text they are text.
-            self._template_tokenizer = Tokenizer.from_str(json.dumps(document))
+            self._template_tokenizer = Tokenizer.from_str(written)
             for token in document.get("added_tokens", []):
                 token["special"] |= token["id"] in reserved
             self._tokenizer = Tokenizer.from_str(json.dumps(document))

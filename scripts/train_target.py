@@ -29,6 +29,7 @@ from spot_deploy.engines.files import atomic_path, write_json, write_text
 from spot_deploy.export.decoder import Decoder, DecoderSpec, masked_attend
 from spot_deploy.export.families import llada_tensor_names, qwen3_tensor_names
 from spot_deploy.training.checkpoints import load_state, save_state
+from spot_deploy.training.schedule import set_learning_rate
 
 END_OF_TEXT, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>"
 CHAT_TEMPLATE = (
@@ -304,10 +305,7 @@ def main() -> None:
     while step < args.steps:
         rng = np.random.default_rng([args.seed, step])
         batch = make_batch(corpus, rng, args.tokens, args.width, mask_id)
-        warm = min(1.0, (step + 1) / args.warmup)
-        rate = args.learning_rate * warm * (0.02 + 0.98 * (1 + math.cos(math.pi * step / args.steps)) / 2)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        rate = set_learning_rate(optimizer, args.learning_rate, step, steps=args.steps, warmup=args.warmup)
         with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
             loss = forward(model, batch, args.width, full)
         optimizer.zero_grad(set_to_none=True)

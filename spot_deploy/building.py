@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,6 @@ def build_engine(
         SpotDeployError: the bundle is damaged, the backend cannot run, or a golden trace comes out differently
             (exit code 3, nothing is written).
     """
-    backends.require(backend)
     precision = backends.choose_precision(backend, precision)
     bundle = open_bundle(path)
     threads = threads or backends.default_threads()
@@ -80,7 +80,7 @@ def build_engine(
         smoke={},
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
-    record = EngineRecord(**{**vars(record), "smoke": smoke_test(bundle, record, session)})
+    record = replace(record, smoke=smoke_test(bundle, record, session))
     write_record(path, record)
     return record, True
 

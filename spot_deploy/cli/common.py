@@ -24,6 +24,14 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 backend_option = click.option(
     "--backend", type=click.Choice(BACKENDS), default=BACKENDS[0], show_default=True, help="Which engine runs."
 )
+threads_option = click.option(
+    "--threads", type=click.IntRange(1, MAX_THREADS), help="In place of the engine's; drafts are then not called exact."
+)
+prompts_option = click.option(
+    "--prompts", type=click.Path(path_type=Path), required=True, help='JSON lines {"prompt": ..., "kind": ...}.'
+)
+limit_option = click.option("--limit", type=click.IntRange(1), help="Use the first prompts only.")
+chat_option = click.option("--chat", is_flag=True, help="Put the prompts into the target's chat template.")
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
 
 

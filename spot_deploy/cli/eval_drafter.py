@@ -9,34 +9,33 @@ from typing import Any
 import click
 
 from spot_deploy.cli.common import (
-    MAX_THREADS,
     Budgets,
     backend_option,
     bundle_argument,
+    chat_option,
     emit,
     json_option,
+    limit_option,
     progress_bar,
+    prompts_option,
+    threads_option,
 )
 from spot_deploy.engines.errors import usage_error
 
 
 @click.command("eval-drafter")
 @bundle_argument
-@click.option(
-    "--prompts", type=click.Path(path_type=Path), required=True, help='JSON lines {"prompt": ..., "kind": ...}.'
-)
-@click.option("--chat", is_flag=True, help="Put the prompts into the target's chat template.")
+@prompts_option
+@chat_option
 @click.option("--budgets", type=Budgets(), default="3,8,20", show_default=True)
 @click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True)
 @click.option("--gamma", type=click.FloatRange(0), help="Mass floor. [bundle's default]")
 @click.option("--seed", type=click.IntRange(0, 2**63), default=0, show_default=True, help="Prompt n takes seed + n.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True)
 @click.option("--ignore-eos", is_flag=True, help="Fixed length, past stop tokens.")
-@click.option("--limit", type=click.IntRange(1), help="Use the first prompts only.")
+@limit_option
 @backend_option
-@click.option(
-    "--threads", type=click.IntRange(1, MAX_THREADS), help="In place of the engine's; drafts are then not called exact."
-)
+@threads_option
 @json_option
 def command(
     bundle: Path,

@@ -7,31 +7,30 @@ from pathlib import Path
 import click
 
 from spot_deploy.cli.common import (
-    MAX_THREADS,
     Numbers,
     backend_option,
     bundle_argument,
+    chat_option,
     emit,
     json_option,
+    limit_option,
     progress_bar,
+    prompts_option,
+    threads_option,
 )
 
 
 @click.command("record")
 @bundle_argument
-@click.option(
-    "--prompts", type=click.Path(path_type=Path), required=True, help='JSON lines {"prompt": ..., "kind": ...}.'
-)
+@prompts_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of records.")
-@click.option("--chat", is_flag=True, help="Put the prompts into the target's chat template.")
+@chat_option
 @click.option("--temperatures", type=Numbers(), default="0,1", show_default=True, help="Taken in turn.")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True)
-@click.option("--limit", type=click.IntRange(1), help="Use the first prompts only.")
+@limit_option
 @click.option("--seed", type=click.IntRange(0, 2**63), default=0, show_default=True)
 @backend_option
-@click.option(
-    "--threads", type=click.IntRange(1, MAX_THREADS), help="In place of the engine's; drafts are then not called exact."
-)
+@threads_option
 @json_option
 def command(
     bundle: Path,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spot_deploy.cli.common import (
-    MAX_THREADS,
     backend_option,
     bundle_argument,
     emit,
@@ -19,6 +18,7 @@ from spot_deploy.cli.common import (
     read_prompt,
     spinner,
     stderr_console,
+    threads_option,
 )
 from spot_deploy.engines.errors import VERIFICATION, SpotDeployError, usage_error
 from spot_deploy.runtime.decode import VERIFIERS, DecodeOptions
@@ -75,9 +75,7 @@ if TYPE_CHECKING:
     "--fuse/--no-fuse", default=True, show_default=True, help="Open a block in the pass that stores the one before."
 )
 @backend_option
-@click.option(
-    "--threads", type=click.IntRange(1, MAX_THREADS), help="In place of the engine's; drafts are then not called exact."
-)
+@threads_option
 @click.option("--stream/--no-stream", default=None, help="Show text as it settles. [default: on a terminal]")
 @click.option("--compare", is_flag=True, help="Decode draft-free too; show passes and times side by side.")
 @json_option

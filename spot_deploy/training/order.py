@@ -18,6 +18,7 @@ from spot_deploy.export.order_model import OrderModel, load_order_model, save_or
 from spot_deploy.runtime.features import OrderInputs, order_inputs
 from spot_deploy.training.checkpoints import load_state, save_state
 from spot_deploy.training.records import DEPTHS, Records
+from spot_deploy.training.schedule import set_learning_rate
 
 DEPTH_DECAY = 0.85  # examples of depth d are drawn in proportion to .85^d, about how often that depth is reached
 HELD_OUT = 20  # every 20th block is kept for validation
@@ -161,10 +162,7 @@ def train(
     while step < options.steps:
         rng = np.random.default_rng([options.seed, step])
         inputs, labels = build(records, draw(records, blocks, rng, options.batch))
-        warm = min(1.0, (step + 1) / options.warmup)
-        rate = options.learning_rate * warm * (0.02 + 0.98 * (1 + math.cos(math.pi * step / options.steps)) / 2)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(optimizer, options.learning_rate, step, steps=options.steps, warmup=options.warmup)
         loss = F.nll_loss(scores(model.train(), inputs), torch.from_numpy(labels))
         if not math.isfinite(loss.item()):
             raise SpotDeployError(
