@@ -18,15 +18,28 @@ from pathlib import Path
 # Sentences that the generators add to every question and that tell a small model nothing.
 BOILERPLATE = (
     " Give the result as your final answer. Do not include units.",
-    " Provide only the decrypted text as your final answer.",
     "Solve the following problem.\n\n"
     "Provide you answer as a comma-separated list of words with a space after the comma.\n\n",
+    "Your task is to sort words in ascending or descending order using ASCII/Unicode ordering.\n\n"
+    "Your output should be a comma-separated list of words, e.g. word_1, word_2, word_3\n\nNow, ",
+    " (using ASCII/Unicode ordering) and return them as a comma-separated list",
+    "\nPlease follow the instruction below:\n"
+    "## 1. Let all your answers be a list of numbers. Instead of reporting your answer as -69, -13, 1, 7, 11, 43, 59, 61,"
+    " use ['-69', '-13', '1', '7', '11', '43', '59', '61'] instead\n"
+    "## 2. Convert all numbers in the square brackets as strings."
+    " For example, ['-69', '-13', '1', '7', '11', '43', '59', '61']\n",
+    "\nReturn the new list in the same format.",
+    "Given a square matrix, your job is to rotate it clockwise.\n\n"
+    "Your output should be a matrix in the same format as the input.\n\n",
 )
 # kind -> (share of the examples, reasoning-gym options)
 GENERATED = {
-    "gsm_symbolic": (0.60, {}),
-    "word_sequence_reversal": (0.12, {"max_words": 6}),
-    "number_filtering": (0.10, {"max_numbers": 6, "max_decimals": 1}),
+    "gsm_symbolic": (0.24, {}),
+    "word_sequence_reversal": (0.16, {"min_words": 4, "max_words": 9}),
+    "word_sorting": (0.10, {"min_words": 3, "max_words": 6, "max_word_length": 7}),
+    "number_filtering": (0.12, {"max_numbers": 8, "max_decimals": 1}),
+    "number_sorting": (0.12, {"max_numbers": 8, "max_decimals": 1}),
+    "rotate_matrix": (0.12, {"min_n": 3, "max_n": 5, "max_rotations": 3}),
 }
 HELD_OUT_SEED = 1_000_003  # training seeds stay below it
 
@@ -77,7 +90,7 @@ def examples(count: int, seed: int, data: Path | None, held_out: bool) -> list[d
     for kind, (share, _) in GENERATED.items():
         pool += generated(kind, max(1, round(count * share)), HELD_OUT_SEED + seed if held_out else seed)
     rng = random.Random(seed)
-    for source, share in ((stories, 0.10), (data_to_text, 0.08)):
+    for source, share in ((stories, 0.07), (data_to_text, 0.07)):
         items = source(data) if data else []
         keys = sorted({item["prompt"] for item in items})
         reserved = set(keys[::50])

@@ -1,4 +1,4 @@
-"""Training state on disk as safetensors: weights, Adam moments, step. No pickle."""
+"""Training state on disk as safetensors: weights, the optimizers' moments, step. No pickle."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from safetensors.torch import load_file, save_file
 from spot_deploy.engines.errors import SpotDeployError
 from spot_deploy.engines.files import atomic_path
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+Optimizers = list[torch.optim.Optimizer]
 
 
-def save_state(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, run: str) -> None:
+def save_state(path: Path, model: torch.nn.Module, optimizers: Optimizers, step: int, run: str) -> None:
     """Write atomically. `run` tells what is being trained on what; only the same run goes on from this file."""
     tensors = {f"model.{name}": p.detach().contiguous() for name, p in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        for key in MOMENTS:
-            tensors[f"{key}.{name}"] = optimizer.state[parameter][key]
+    names = {id(p): name for name, p in model.named_parameters()}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            tensors |= {f"{key}.{names[id(parameter)]}": value for key, value in state.items()}
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata={"step": str(step), "run": run})
 
 
-def load_state(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, run: str) -> int:
-    """Read what `save_state` wrote into model and optimizer; returns the step, 0 if there is no file.
+def load_state(path: Path, model: torch.nn.Module, optimizers: Optimizers, run: str) -> int:
+    """Read what `save_state` wrote into model and optimizers; returns the step, 0 if there is no file.
 
     Raises:
         SpotDeployError: the file is damaged, or belongs to another run.
@@ -47,10 +48,14 @@ def load_state(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimi
             wanted=run,
             fix=fix,
         )
-    step = int(metadata["step"])
+    owner = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[f"model.{name}"])
-            moments = {key: tensors[f"{key}.{name}"] for key in MOMENTS}
-            optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
-    return step
+        for key, value in tensors.items():
+            kind, name = key.split(".", 1)
+            parameter = parameters[name]
+            if kind == "model":
+                parameter.copy_(value)
+            else:
+                owner[id(parameter)].state[parameter][kind] = value
+    return int(metadata["step"])

@@ -155,14 +155,14 @@ def train(
     state = output / "state.safetensors"
     run = hashlib.sha256(records.arrays["position"].tobytes() + records.arrays["token"].tobytes()).hexdigest()[:16]
     run += f" batch {options.batch} rate {options.learning_rate} seed {options.seed} init {init}"
-    step = load_state(state, model, optimizer, run)
+    step = load_state(state, model, [optimizer], run)
     sets = validation_set(records, held)
     losses: list[float] = []
     result = accuracy(records, model.eval(), sets) if step >= options.steps else {}
     while step < options.steps:
         rng = np.random.default_rng([options.seed, step])
         inputs, labels = build(records, draw(records, blocks, rng, options.batch))
-        set_learning_rate(optimizer, options.learning_rate, step, steps=options.steps, warmup=options.warmup)
+        set_learning_rate(optimizer, step, steps=options.steps, warmup=options.warmup)
         loss = F.nll_loss(scores(model.train(), inputs), torch.from_numpy(labels))
         if not math.isfinite(loss.item()):
             raise SpotDeployError(
@@ -175,7 +175,7 @@ def train(
         step += 1
         losses.append(loss.item())
         if step % options.save_every == 0 or step == options.steps:
-            save_state(state, model, optimizer, step, run)
+            save_state(state, model, [optimizer], step, run)
             result = accuracy(records, model.eval(), sets)
             note: dict[str, object] = {
                 "steps": step,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
+DECAY = 0.25  # share of the steps over which the rate falls
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, peak: float, step: int, *, steps: int, warmup: int) -> float:
-    """Linear warm-up to `peak`, then a cosine down to 2 % of it; sets and returns the rate of a step."""
-    warm = min(1.0, (step + 1) / warmup)
-    rate = peak * warm * (0.02 + 0.98 * (1 + math.cos(math.pi * step / steps)) / 2)
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, *, steps: int, warmup: int) -> float:
+    """Linear warm-up, a constant rate, then a linear fall to zero; sets the rate of a step, returns the share of the peak.
+
+    The peak is the rate that the optimizer was made with. The constant part lets a run be prolonged: until the fall
+    begins, its states do not depend on `steps`.
+    """
+    factor = min(1.0, (step + 1) / warmup, (steps - step) / max(1.0, DECAY * steps))
     for group in optimizer.param_groups:
-        group["lr"] = rate
-    return rate
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+    return factor
