@@ -42,6 +42,17 @@ Array = npt.NDArray[Any]
 HEAD_WIDTH = 33  # 32 head candidates and the value that bounds the rest
 FEATURES = 40  # of the order model, per position
 LAYOUTS = ("split", "packed")
+# What a target graph is written in. f32 is the reference that every bundle has; int8 and int4 store and multiply the
+# weights of linear layers so, and keep float32 elsewhere.
+GRAPH_PRECISIONS = ("f32", "bf16", "f16", "int8", "int4")
+_CACHE_DTYPES = {"bf16": "bfloat16", "f16": "float16"}
+
+
+def target_role(layout: str, precision: str = "f32") -> str:
+    """The manifest's name of a target graph: `target-split`, `target-packed-bf16`, ..."""
+    return f"target-{layout}" + ("" if precision == "f32" else f"-{precision}")
+
+
 MASKED = -1e30  # additive mask for "may not look"; finite, so that a row of only masks gives no NaN
 MIN_ROWS = 2  # one row alone takes another matrix kernel and differs in the last bits
 
@@ -127,9 +138,9 @@ class TargetShape:
     def head_width(self) -> int:
         return min(HEAD_WIDTH, self.vocab)
 
-    def signature(self) -> GraphSignature:
-        """The contract above for these sizes."""
-        i64, f32 = "int64", "float32"
+    def signature(self, precision: str = "f32") -> GraphSignature:
+        """The contract above for these sizes; keys and values are float16 or bfloat16 in graphs of that precision."""
+        i64, f32, kv = "int64", "float32", _CACHE_DTYPES.get(precision, "float32")
         past: tuple[int | str, ...] = ("R", self.kv_heads, "P", self.head_dim)
         kept: tuple[int | str, ...] = ("R", "T", self.kv_heads, "Q", self.head_dim)
         per_layer = [f"{kind}.{i}" for i in range(self.layers) for kind in "kv"]
@@ -142,7 +153,7 @@ class TargetShape:
             TensorSpec("inv_temperature", f32, ("R",)),
             TensorSpec("keep", i64, ("R", "T")),
             TensorSpec("rows", i64, ("M",)),
-            *(TensorSpec(f"past_{name}", f32, past) for name in per_layer),
+            *(TensorSpec(f"past_{name}", kv, past) for name in per_layer),
         ]
         outputs = [
             TensorSpec("top_logits", f32, ("M", self.head_width)),
@@ -150,7 +161,7 @@ class TargetShape:
             TensorSpec("rest_lse", f32, ("M",)),
             *([TensorSpec("rest_lse_raw", f32, ("M",))] if self.raw_confidence else []),
             TensorSpec("logits", f32, ("M", self.vocab)),
-            *(TensorSpec(name, f32, kept) for name in per_layer),
+            *(TensorSpec(name, kv, kept) for name in per_layer),
         ]
         return GraphSignature(tuple(inputs), tuple(outputs))
 

@@ -52,6 +52,7 @@ class ExportOptions:
 
     Attributes:
         parity: `full`, `layers` or `none`.
+        precisions: target graphs to write besides the float32 ones.
         budgets: numbers of drafted states that engines are made for; `budget` is the default one.
         gamma: default mass floor.
     """
@@ -60,6 +61,7 @@ class ExportOptions:
     mask_id: int | None = None
     max_positions: int | None = None
     parity: str = "full"
+    precisions: tuple[str, ...] = ()
     budgets: tuple[int, ...] = (0, 3, 6, 8, 12, 20)
     budget: int = 8
     gamma: float = 0.0

@@ -9,7 +9,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from spot_deploy.engines.contracts import LAYOUTS, GraphSignature, TargetShape, order_signature
+from spot_deploy.engines.contracts import (
+    GRAPH_PRECISIONS,
+    LAYOUTS,
+    GraphSignature,
+    TargetShape,
+    order_signature,
+    target_role,
+)
 from spot_deploy.engines.errors import SpotDeployError, usage_error
 from spot_deploy.engines.files import read_json
 
@@ -161,7 +168,7 @@ class Manifest:
     files: tuple[FileEntry, ...]
 
     def graph(self, role: str) -> tuple[str, GraphSignature]:
-        """File name and signature of a graph: `target-split`, `target-packed` or `order`."""
+        """File name and signature of a graph: `order`, or a name as `contracts.target_role` gives it."""
         entry = self.graphs[role]
         return str(entry["file"]), GraphSignature.from_dict(dict(entry["signature"]))
 
@@ -325,12 +332,16 @@ def _cross_check(manifest: Manifest) -> None:
             raise ValueError(f"the path {path!r} may not be in a bundle")
     if len({p.lower() for p in paths}) != len(paths):
         raise ValueError("two files differ in case only, or are listed twice")
-    wanted = {f"target-{layout}": manifest.decoding.shape.signature() for layout in LAYOUTS}
+    shape = manifest.decoding.shape
+    wanted = {target_role(layout): shape.signature() for layout in LAYOUTS}
     if manifest.speculation.order_model:
         wanted["order"] = order_signature(manifest.decoding.block_width)
-    if set(manifest.graphs) != set(wanted):
+    further = {target_role(layout, p): shape.signature(p) for layout in LAYOUTS for p in GRAPH_PRECISIONS}
+    if not set(wanted) <= set(manifest.graphs) <= set(wanted) | set(further):
         raise ValueError(f"graphs are {sorted(manifest.graphs)}, expected {sorted(wanted)}")
-    for role, signature in wanted.items():
+    for role, signature in (further | wanted).items():
+        if role not in manifest.graphs:
+            continue
         file, found = manifest.graph(role)
         _take(manifest.graphs[role], "opset", int)
         if file not in paths:

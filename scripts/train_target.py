@@ -2,8 +2,9 @@
 
 Method: masked diffusion with two streams. The noisy copy of a block attends to the clean copies of the blocks before it
 and to itself (block diffusion, Arriola et al. 2025; SDAR). Per block a masking rate t ~ U(.03, 1), stratified over the
-batch; cross-entropy on masked positions divided by t (by .15 at least). Only the answer is ever masked. Sequences are padded with the
-end-of-text token to the next block edge and one block more, so that the model learns to fill a block after its end.
+batch; cross-entropy on masked positions divided by t (by .15 at least). Only the answer is ever masked. Sequences are
+padded with the end-of-text token to the next block edge and one block more, so that the model learns to fill a block
+after its end.
 
 Batches depend on (seed, step, worker) alone, so a run that was interrupted goes on exactly as if it had not been; and
 since the learning rate is constant until its final fall, a run may be prolonged with more `--steps` before that.
@@ -344,7 +345,8 @@ def train(worker: int, args: argparse.Namespace, corpus: Corpus, tokenizer_json:
     while step < args.steps:
         rng = np.random.default_rng([args.seed, step, worker])
         batch = make_batch(corpus, rng, args.tokens, args.width, mask_id)
-        rate = [set_learning_rate(o, step, steps=args.steps, warmup=args.warmup) for o in optimizers][0]
+        for optimizer in optimizers:
+            share = set_learning_rate(optimizer, step, steps=args.steps, warmup=args.warmup)
         with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
             loss = forward(model, batch, args.width, full)
         for optimizer in optimizers:
@@ -361,7 +363,7 @@ def train(worker: int, args: argparse.Namespace, corpus: Corpus, tokenizer_json:
             line = {
                 "step": step,
                 "loss": round(float(np.mean(recent)), 4),
-                "rate": round(rate * args.learning_rate, 6),
+                "rate": round(share * args.learning_rate, 6),
                 "seconds_per_step": round((time.monotonic() - began) / len(recent), 3),
             }
             print(json.dumps(line), file=log, flush=True)

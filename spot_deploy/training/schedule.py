@@ -8,7 +8,7 @@ DECAY = 0.25  # share of the steps over which the rate falls
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, *, steps: int, warmup: int) -> float:
-    """Linear warm-up, a constant rate, then a linear fall to zero; sets the rate of a step, returns the share of the peak.
+    """Set the rate of a step: linear warm-up, a constant rate, a linear fall to zero. Returns the share of the peak.
 
     The peak is the rate that the optimizer was made with. The constant part lets a run be prolonged: until the fall
     begins, its states do not depend on `steps`.

@@ -1,0 +1,113 @@
+"""Optimisation profiles: the shapes that an engine is made for, derived from the bundle's own numbers.
+
+Three per prefix bucket: `prefill` (clean blocks before the generation), `draft-free` (one state, or the two segments
+that open a block) and `speculate` (up to 1 + the largest budget states). Backends that compile for shapes (TensorRT)
+take them as they are; the others serve the same shapes, and the memory estimate goes by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from spot_deploy.engines.contracts import MIN_ROWS, TargetShape
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine shall serve.
+
+    Attributes:
+        block_width: positions per block, L.
+        buckets: prefix sizes, rising.
+        budgets: numbers of drafted states, rising from 0.
+        budget: the one to optimise for.
+        requests: requests in one pass at most.
+        prefill_positions: positions of a prefill pass at most.
+    """
+
+    block_width: int
+    buckets: tuple[int, ...]
+    budgets: tuple[int, ...]
+    budget: int
+    requests: int
+    prefill_positions: int
+
+    def __post_init__(self) -> None:
+        checks = {
+            f"block_width {self.block_width} is below 1": self.block_width >= 1,
+            f"buckets {self.buckets} do not rise from above 0": _rising(self.buckets) and self.buckets[0] > 0,
+            f"budgets {self.budgets} do not rise from 0": _rising(self.budgets) and self.budgets[0] == 0,
+            f"the budget {self.budget} is none of {self.budgets}": self.budget in self.budgets,
+            f"requests {self.requests} is below 1": self.requests >= 1,
+            f"prefill_positions {self.prefill_positions} is below the block width": self.prefill_positions
+            >= self.block_width,
+        }
+        bad = [text for text, right in checks.items() if not right]
+        if bad:
+            raise ValueError("; ".join(bad))
+
+    @property
+    def states(self) -> int:
+        """States of a pass at most; two segments open a block."""
+        return max(2, 1 + self.budgets[-1])
+
+
+def _rising(numbers: Sequence[int]) -> bool:
+    return bool(numbers) and list(numbers) == sorted(set(numbers))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One optimisation profile: `symbols` gives (least, best, most) of R, S, Q, P, T and M (see contracts)."""
+
+    role: str
+    bucket: int
+    symbols: Mapping[str, tuple[int, int, int]]
+
+    def shapes(self, shape: TargetShape) -> dict[str, tuple[Shape, Shape, Shape]]:
+        """Least, best and largest shape of every input of the target graph, by name."""
+
+        def fill(dims: Sequence[int | str], which: int) -> Shape:
+            return tuple(d if isinstance(d, int) else self.symbols[d][which] for d in dims)
+
+        return {
+            spec.name: (fill(spec.shape, 0), fill(spec.shape, 1), fill(spec.shape, 2))
+            for spec in shape.signature().inputs
+        }
+
+
+def target_profiles(limits: Limits) -> list[Profile]:
+    """The profiles of the target graph, three per bucket."""
+    width = limits.block_width
+    longest = limits.prefill_positions // width * width
+    roles = {
+        "prefill": ((1, 1, 1), (width, longest, longest)),
+        "draft-free": ((1, 1, 2), (width, width, width)),
+        "speculate": ((1, 1 + limits.budget, limits.states), (width, width, width)),
+    }
+    profiles = []
+    for bucket in limits.buckets:
+        for role, (states, positions) in roles.items():
+            least = (1, 1, limits.requests)
+            rows = [MIN_ROWS, MIN_ROWS, max(MIN_ROWS, limits.requests)]
+            if role != "prefill":
+                rows[1] = max(MIN_ROWS, states[1] * width)
+                rows[2] = max(MIN_ROWS, limits.requests * states[2] * width)
+            symbols = {
+                "R": least,
+                "S": states,
+                "Q": positions,
+                "P": (bucket, bucket, bucket),
+                "T": (1, 1, 1),
+                "M": (rows[0], rows[1], rows[2]),
+            }
+            profiles.append(Profile(role, bucket, symbols))
+    return profiles
+
+
+def order_profile(limits: Limits) -> tuple[int, int, int]:
+    """(least, best, most) states of an order model call."""
+    return (1, 1 + limits.budget, limits.requests * limits.states)
