@@ -59,9 +59,10 @@ class Decoding:
 
     def __post_init__(self) -> None:
         vocab, width = self.shape.vocab, self.block_width
+        if not 1 <= width <= 64:
+            raise ValueError(f"block_width {width} is not within 1..64")
         ids = [self.mask_id, *self.stop_ids, *([] if self.bos_id is None else [self.bos_id])]
         checks = {
-            f"block_width {width} is not within 1..64": 1 <= width <= 64,
             f"a token id of {ids} is outside the vocabulary of {vocab}": all(0 <= i < vocab for i in ids),
             f"the mask id {self.mask_id} is a stop id": self.mask_id not in self.stop_ids,
             f"confidence {self.confidence!r} is none of {CONFIDENCES}": self.confidence in CONFIDENCES,

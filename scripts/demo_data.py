@@ -25,7 +25,8 @@ BOILERPLATE = (
     " (using ASCII/Unicode ordering) and return them as a comma-separated list",
     "\nPlease follow the instruction below:\n"
     "## 1. Let all your answers be a list of numbers."
-    " Instead of reporting your answer as -69, -13, 1, 7, 11, 43, 59, 61, use ['-69', '-13', '1', '7', '11', '43', '59', '61'] instead\n"
+    " Instead of reporting your answer as -69, -13, 1, 7, 11, 43, 59, 61,"
+    " use ['-69', '-13', '1', '7', '11', '43', '59', '61'] instead\n"
     "## 2. Convert all numbers in the square brackets as strings."
     " For example, ['-69', '-13', '1', '7', '11', '43', '59', '61']\n",
     "\nReturn the new list in the same format.",
