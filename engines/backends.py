@@ -14,6 +14,7 @@ from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError, usage_error
 
 _MODULES = {"onnxruntime": "ort", "openvino": "ov"}
 BACKENDS = tuple(_MODULES)
+CPU_BACKENDS = ("onnxruntime", "openvino")  # those that need no GPU
 PRECISIONS = ("f32", "bf16")
 
 
@@ -45,9 +46,73 @@ def versions(backend: str) -> dict[str, str]:
     return dict(_module(backend).versions()) | {"processor": processor()}
 
 
-def providers(backend: str) -> list[str]:
-    """What executes inside the backend."""
-    return list(_module(backend).providers())
+def providers(backend: str) -> tuple[str, ...]:
+    """What may execute inside a backend, the default first."""
+    return tuple(_module(backend).providers())
+
+
+def precisions(backend: str) -> tuple[str, ...]:
+    """What a backend computes in on this machine, the default first."""
+    return tuple(_module(backend).precisions())
+
+
+def builds_without_device(backend: str) -> bool:
+    """Whether an engine can be compiled where it cannot run."""
+    return backend not in CPU_BACKENDS
+
+
+def choose_provider(backend: str, wanted: str | None) -> str:
+    """The part of a backend that executes: what is wanted, else its default.
+
+    Raises:
+        SpotDeployError: the backend has no such provider (exit code 2).
+    """
+    possible = providers(backend)
+    if wanted is not None and wanted not in possible:
+        raise usage_error(
+            "provider-unknown",
+            f"{backend} has no provider {wanted!r}",
+            wanted=" or ".join(possible),
+            fix=f"--provider {possible[0]}",
+        )
+    return wanted or possible[0]
+
+
+def default_layout(backend: str) -> str:
+    """Attention layout that a backend takes unless told otherwise."""
+    return "split" if backend in CPU_BACKENDS else "packed"
+
+
+def graph_precision(backend: str, precision: str) -> str:
+    """The precision of the graph that an engine precision opens: CPU backends compute bf16 from the float32 graph."""
+    return "f32" if backend in CPU_BACKENDS and precision in ("f32", "bf16") else precision
+
+
+def choose_targets(backend: str, wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """Compute capabilities to compile for; CPU backends have none.
+
+    Raises:
+        SpotDeployError: the backend cannot compile for one of them (exit code 2).
+    """
+    if wanted and backend in CPU_BACKENDS:
+        raise usage_error(
+            "targets", f"{backend} compiles for no compute capability", seen=", ".join(wanted), fix="leave --target out"
+        )
+    return wanted
+
+
+def artefact_bytes_per_weight(backend: str, precision: str) -> float:
+    """Size of what a backend writes to disk, per weight; 0 where it opens the ONNX file itself."""
+    return 0.0 if backend in CPU_BACKENDS else {"f32": 4.0}.get(precision, 2.0)
+
+
+def require_device(backend: str, provider: str) -> None:
+    """Check that the device that a provider runs on is there, with its driver and libraries.
+
+    Raises:
+        SpotDeployError: it is not (exit code 4; one sentence says what is missing).
+    """
+    _module(backend).require_device(provider)
 
 
 def choose_precision(backend: str, wanted: str | None) -> str:
@@ -56,7 +121,7 @@ def choose_precision(backend: str, wanted: str | None) -> str:
     Raises:
         SpotDeployError: this processor cannot (exit code 4).
     """
-    possible: tuple[str, ...] = _module(backend).precisions()
+    possible = precisions(backend)
     if wanted is not None and wanted not in possible:
         raise SpotDeployError(
             "precision",
@@ -69,21 +134,23 @@ def choose_precision(backend: str, wanted: str | None) -> str:
     return wanted or possible[0]
 
 
-def open_target(backend: str, path: Path, signature: GraphSignature, *, threads: int, precision: str) -> TargetSession:
+def open_target(
+    backend: str, path: Path, signature: GraphSignature, *, threads: int, precision: str, provider: str = "cpu"
+) -> TargetSession:
     """Open a target graph.
 
     Raises:
         SpotDeployError: the backend is missing, refuses the graph, or reports another signature or precision.
     """
-    session: TargetSession = _module(backend).Target(path, signature, threads, precision)
+    session: TargetSession = _module(backend).Target(path, signature, threads, precision, provider)
     return session
 
 
 def open_order_model(
-    backend: str, path: Path, signature: GraphSignature, *, threads: int, precision: str
+    backend: str, path: Path, signature: GraphSignature, *, threads: int, precision: str, provider: str = "cpu"
 ) -> OrderSession:
     """Open an order model graph; errors as `open_target`."""
-    session: OrderSession = _module(backend).OrderModel(path, signature, threads, precision)
+    session: OrderSession = _module(backend).OrderModel(path, signature, threads, precision, provider)
     return session
 
 

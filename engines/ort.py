@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.metadata
 import importlib.util
@@ -11,7 +12,11 @@ from typing import Any
 from spot_deploy.engines.contracts import Array, GraphSignature, TargetInputs, TargetOutputs
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
 
-PROVIDERS = ("CPUExecutionProvider",)
+PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+}
 _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool", "tensor(float16)": "float16"}
 
 
@@ -49,9 +54,50 @@ def versions() -> dict[str, str]:
     return {"onnxruntime": onnxruntime.__version__}
 
 
-def providers() -> list[str]:
-    """What executes."""
-    return list(PROVIDERS)
+def providers() -> tuple[str, ...]:
+    """What may execute, the default first."""
+    return tuple(PROVIDERS)
+
+
+def require_device(provider: str) -> None:
+    """Check that a provider can work here, before a session falls back to the CPU without a word.
+
+    Raises:
+        SpotDeployError: the package lacks it, or a library that it loads is missing (exit code 4).
+    """
+    import onnxruntime
+
+    if provider == "cpu":
+        return
+    what = f"ONNX Runtime cannot run on {provider} here"
+
+    def missing(seen: str, wanted: str, fix: str) -> SpotDeployError:
+        return SpotDeployError("provider", what, seen=seen, wanted=wanted, fix=fix, exit_code=ENVIRONMENT)
+
+    # The list says what the package was built with, not what works.
+    if PROVIDERS[provider] not in onnxruntime.get_available_providers():
+        raise missing(
+            "the installed package is built without it",
+            "onnxruntime-gpu",
+            'pip uninstall onnxruntime, then pip install "spot-deploy[gpu]"',
+        )
+    if not _loads("libcuda.so.1"):
+        raise missing("libcuda.so.1 cannot be loaded", "an NVIDIA driver", "install the driver, or --provider cpu")
+    if provider == "tensorrt" and not _loads("libnvinfer.so.10"):
+        newer = "; libnvinfer.so.11 is there, which this package cannot use" if _loads("libnvinfer.so.11") else ""
+        raise missing(
+            f"libnvinfer.so.10 cannot be loaded{newer}",
+            "TensorRT 10, which the package is linked with",
+            "pip install 'tensorrt>=10,<11', which needs NVIDIA's own index, or --provider cuda",
+        )
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def precisions() -> tuple[str, ...]:
@@ -64,9 +110,10 @@ def _check_precision(precision: str) -> None:
         raise ValueError(f"the CPU provider does not compute in {precision}")
 
 
-def _open(path: Path, signature: GraphSignature, threads: int, which: str) -> Any:
+def _open(path: Path, signature: GraphSignature, threads: int, which: str, provider: str) -> Any:
     import onnxruntime
 
+    require_device(provider)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -74,7 +121,7 @@ def _open(path: Path, signature: GraphSignature, threads: int, which: str) -> An
     # Spinning threads starve whatever else the embedding program runs.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     try:
-        session = onnxruntime.InferenceSession(path, options, providers=list(PROVIDERS))
+        session = onnxruntime.InferenceSession(path, options, providers=[PROVIDERS[provider]])
     except Exception as error:  # ONNX Runtime has no common base class for its errors
         raise SpotDeployError(
             "engine-load",
@@ -83,13 +130,13 @@ def _open(path: Path, signature: GraphSignature, threads: int, which: str) -> An
             fix="export the bundle again; if it stays, report the message",
         ) from error
     # get_available_providers() lists what could be; only the session tells what runs.
-    if session.get_providers() != list(PROVIDERS):
+    if session.get_providers()[0] != PROVIDERS[provider]:
         raise SpotDeployError(
             "engine-provider",
-            "ONNX Runtime took other providers than asked for",
+            "ONNX Runtime took another provider than asked for",
             seen=str(session.get_providers()),
-            wanted=str(list(PROVIDERS)),
-            fix="report this",
+            wanted=PROVIDERS[provider],
+            fix="read its own messages above: they name the library that it could not load; or --provider cpu",
             exit_code=ENVIRONMENT,
         )
     reported = [(n.name, _DTYPES.get(n.type, n.type), tuple(n.shape)) for n in session.get_inputs()]
@@ -101,9 +148,11 @@ def _open(path: Path, signature: GraphSignature, threads: int, which: str) -> An
 class Target:
     """The target graph on ONNX Runtime (see contracts.TargetSession)."""
 
-    def __init__(self, path: Path, signature: GraphSignature, threads: int, precision: str = "f32"):
+    def __init__(
+        self, path: Path, signature: GraphSignature, threads: int, precision: str = "f32", provider: str = "cpu"
+    ):
         _check_precision(precision)
-        self._session = _open(path, signature, threads, "target")
+        self._session = _open(path, signature, threads, "target", provider)
         self._past, self._kept = signature.past_names, signature.kept_names
         self._head = [t.name for t in signature.outputs if t.name not in (*self._kept, "logits")]
 
@@ -129,9 +178,11 @@ class Target:
 class OrderModel:
     """The order model on ONNX Runtime (see contracts.OrderSession)."""
 
-    def __init__(self, path: Path, signature: GraphSignature, threads: int, precision: str = "f32"):
+    def __init__(
+        self, path: Path, signature: GraphSignature, threads: int, precision: str = "f32", provider: str = "cpu"
+    ):
         _check_precision(precision)
-        self._session = _open(path, signature, threads, "order model")
+        self._session = _open(path, signature, threads, "order model", provider)
 
     def run(self, features: Array, state_id: Array, depth: Array, masked: Array) -> Array:
         feeds = {"features": features, "state_id": state_id, "depth": depth, "masked": masked}

@@ -33,9 +33,13 @@ def versions() -> dict[str, str]:
     return {"openvino": str(openvino.get_version())}
 
 
-def providers() -> list[str]:
-    """What executes."""
-    return ["CPU"]
+def providers() -> tuple[str, ...]:
+    """What may execute."""
+    return ("cpu",)
+
+
+def require_device(provider: str) -> None:
+    """Nothing to check: the CPU is there."""
 
 
 def precisions() -> tuple[str, ...]:
@@ -105,9 +109,9 @@ class _PerThread:
 
 
 class Target:
-    """The target graph on OpenVINO (see contracts.TargetSession).."""
+    """The target graph on OpenVINO (see contracts.TargetSession)."""
 
-    def __init__(self, path: Path, signature: GraphSignature, threads: int, precision: str):
+    def __init__(self, path: Path, signature: GraphSignature, threads: int, precision: str, provider: str = "cpu"):
         self._model = _PerThread(_compile(path, signature, threads, precision, "target"))
         self._past, self._kept = signature.past_names, signature.kept_names
         self._raw = any(t.name == "rest_lse_raw" for t in signature.outputs)
@@ -133,7 +137,7 @@ class Target:
 class OrderModel:
     """The order model on OpenVINO (see contracts.OrderSession)."""
 
-    def __init__(self, path: Path, signature: GraphSignature, threads: int, precision: str):
+    def __init__(self, path: Path, signature: GraphSignature, threads: int, precision: str, provider: str = "cpu"):
         self._model = _PerThread(_compile(path, signature, threads, precision, "order model"))
 
     def run(self, features: Array, state_id: Array, depth: Array, masked: Array) -> Array:

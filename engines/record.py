@@ -1,7 +1,7 @@
-"""The engine record, `engines/BACKEND/engine.json`: what was built for one backend and machine, and what was seen.
+"""The engine record, `engines/BACKEND/engine.json`: what an engine was made from and for, and what was seen of it.
 
-ONNX Runtime needs no build of its own; its "engine" is this record: layout, threads, versions, and the result of the
-invariance probe that decides whether speculation is strictly exact.
+ONNX Runtime and OpenVINO open the ONNX file itself; their "engine" is this record. TensorRT's is a compiled file beside
+it, which cannot be inspected without a GPU, so that the record has to tell.
 """
 
 from __future__ import annotations
@@ -12,12 +12,82 @@ from pathlib import Path
 from typing import Any
 
 from spot_deploy.engines import backends
-from spot_deploy.engines.contracts import LAYOUTS
+from spot_deploy.engines.contracts import GRAPH_PRECISIONS, LAYOUTS
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
 from spot_deploy.engines.files import read_json, write_json
 
 FORMAT = "spot-deploy-engine"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+RECORD = "engine.json"
+
+
+@dataclass(frozen=True)
+class EngineInputs:
+    """All that decides what an engine is; equal inputs need no new build.
+
+    Attributes:
+        bundle_id: digest of the bundle's files and settings.
+        backend, provider: what runs it; `provider` is the part of the backend that executes.
+        layout, precision, threads: how it is opened.
+        budgets, requests: what its profiles cover.
+        targets: compute capabilities that it is compiled for, such as sm89; empty on CPU.
+        versions: packages and processor, which together decide its last bits.
+    """
+
+    bundle_id: str
+    backend: str
+    provider: str
+    layout: str
+    precision: str
+    threads: int
+    budgets: tuple[int, ...]
+    requests: int
+    targets: tuple[str, ...]
+    versions: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        integers = (self.threads, self.requests, *self.budgets)
+        checks = {
+            f"layout {self.layout!r}": self.layout in LAYOUTS,
+            f"precision {self.precision!r}": self.precision in GRAPH_PRECISIONS,
+            f"backend {self.backend!r}": self.backend in backends.BACKENDS,
+            f"threads, requests or budgets of {integers}": all(type(n) is int for n in integers)
+            and 1 <= self.threads <= 1024
+            and 1 <= self.requests <= 1024
+            and list(self.budgets) == sorted(set(self.budgets))
+            and self.budgets[:1] == (0,),
+            f"versions {self.versions!r}": isinstance(self.versions, Mapping),
+        }
+        bad = [text for text, right in checks.items() if not right]
+        if bad:
+            raise ValueError("not possible: " + "; ".join(bad))
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> EngineInputs:
+        """From JSON values; raises KeyError, TypeError or ValueError if they are not those of an engine."""
+        values = {f.name: document[f.name] for f in fields(cls)}
+        for name in ("budgets", "targets"):
+            if type(values[name]) is not list:
+                raise TypeError(f"{name} is {values[name]!r}")
+            values[name] = tuple(values[name])
+        return cls(**values)
+
+    def changes(self, other: EngineInputs) -> list[str]:
+        """What differs in `other`, a line each: `threads: 2 -> 4`."""
+        lines = []
+        for field in fields(self):
+            before, after = getattr(self, field.name), getattr(other, field.name)
+            if field.name != "versions":
+                lines += [f"{field.name}: {_shown(before)} -> {_shown(after)}"] if before != after else []
+                continue
+            for name in sorted({*before, *after}):
+                if before.get(name) != after.get(name):
+                    lines.append(f"{name}: {before.get(name, 'none')} -> {after.get(name, 'none')}")
+        return lines
+
+
+def _shown(value: object) -> str:
+    return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)[:20]
 
 
 @dataclass(frozen=True)
@@ -25,93 +95,140 @@ class EngineRecord:
     """An engine of a bundle.
 
     Attributes:
-        backend, layout, precision, threads: how the session is opened.
-        bundle_id: the bundle it was built for.
-        providers: what executes inside the backend.
-        versions: packages and processor at build time (see `backends.versions`).
-        probe: result of `probe.probe_invariance`.
-        smoke: result of replaying the bundle's golden traces.
+        inputs: what it was made from and for.
+        profiles: shapes it serves (see `profiles.Profile`).
+        probe: result of `probe.probe_invariance`; None where the engine cannot run on the machine that built it.
+        smoke: result of replaying the bundle's golden traces; None likewise.
+        audit: result of the exactness audit, for engines whose probe is not strict; else None.
+        files: of the compiled engine, name to bytes and sha256; empty where the ONNX file itself is opened.
+        build: seconds, peak memory, and what the compiler told.
         created_at: UTC.
     """
 
-    backend: str
-    layout: str
-    precision: str
-    threads: int
-    bundle_id: str
-    providers: Sequence[str]
-    versions: Mapping[str, str]
-    probe: Mapping[str, Any]
-    smoke: Mapping[str, Any]
+    inputs: EngineInputs
+    profiles: Sequence[Mapping[str, Any]]
+    probe: Mapping[str, Any] | None
+    smoke: Mapping[str, Any] | None
+    audit: Mapping[str, Any] | None
+    files: Mapping[str, Mapping[str, Any]]
+    build: Mapping[str, Any]
     created_at: str
 
     @property
     def exact(self) -> bool:
         """Whether the probe found every state bit-equal, whatever its batch mates."""
-        return bool(self.probe["strict"])
+        return self.probe is not None and bool(self.probe["strict"])
 
     def exact_budget(self, threads: int) -> int:
         """The largest budget for which speculation is known to be strictly exact; 0 is draft-free, the control."""
-        return self.probe["states"] - 1 if self.exact and threads == self.threads else 0
+        assert self.probe is not None
+        return self.probe["states"] - 1 if self.exact and threads == self.inputs.threads else 0
+
+
+def engine_folder(bundle: Path, backend: str) -> Path:
+    return bundle / "engines" / backend
 
 
 def record_path(bundle: Path, backend: str) -> Path:
-    return bundle / "engines" / backend / "engine.json"
+    return engine_folder(bundle, backend) / RECORD
 
 
-def write_record(bundle: Path, record: EngineRecord) -> Path:
-    """Write the record atomically; returns its path."""
-    path = record_path(bundle, record.backend)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"format": FORMAT, "schema_version": SCHEMA_VERSION, **asdict(record)})
-    return path
+def is_engine(folder: Path) -> bool:
+    """Whether `build-engine` wrote a folder, in whatever version."""
+    try:
+        document = read_json(folder / RECORD, code="engine-record", fix="")
+    except SpotDeployError:
+        return False
+    return isinstance(document, dict) and document.get("format") == FORMAT
 
 
-def read_record(bundle: Path, backend: str, bundle_id: str, *, here: bool = True) -> EngineRecord:
-    """Read the record of a backend and check that it belongs to this bundle and, if it shall run `here`, this machine.
+def write_record(folder: Path, record: EngineRecord) -> None:
+    """Write the record into an engine folder, atomically."""
+    write_json(folder / RECORD, {"format": FORMAT, "schema_version": SCHEMA_VERSION, **asdict(record)})
+
+
+def build_command(bundle: Path, backend: str) -> str:
+    return f"spot-deploy build-engine {bundle} --backend {backend}"
+
+
+def read_record(bundle: Path, backend: str) -> EngineRecord:
+    """Read the record of a backend.
 
     Raises:
-        SpotDeployError: there is none, it is damaged or of another bundle, or it was made with other versions.
+        SpotDeployError: there is none, or it is damaged.
     """
     path = record_path(bundle, backend)
-    build = f"spot-deploy build-engine {bundle} --backend {backend} --force"
+    build = build_command(bundle, backend)
     if not path.is_file():
-        raise SpotDeployError(
-            "engine-missing",
-            f"{bundle} has no engine for {backend}",
-            fix=build.removesuffix(" --force"),
-        )
-    document = read_json(path, code="engine-record", fix=build)
+        raise SpotDeployError("engine-missing", f"{bundle} has no engine for {backend}", fix=build)
+    document = read_json(path, code="engine-record", fix=f"{build} --force")
     try:
         if (document["format"], document["schema_version"]) != (FORMAT, SCHEMA_VERSION):
             raise ValueError(f"format {document['format']!r}, schema {document['schema_version']!r}")
-        record = EngineRecord(**{f.name: document[f.name] for f in fields(EngineRecord)})
-        numbers = [record.threads, *(record.probe[name] for name in ("states", "comparisons", "unequal"))]
+        inputs = EngineInputs.from_dict(document["inputs"])
+        others = {f.name: document[f.name] for f in fields(EngineRecord) if f.name != "inputs"}
+        record = EngineRecord(inputs, **others)
+        if inputs.backend != backend:
+            raise ValueError(f"backend {inputs.backend!r}")
+        _check_results(record)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SpotDeployError(
+            "engine-record", f"cannot use {path}", seen=repr(error)[:300], fix=f"{build} --force"
+        ) from error
+    return record
+
+
+def _check_results(record: EngineRecord) -> None:
+    numbers: list[Any] = [record.build["seconds"]]
+    if record.probe is not None:
+        numbers += [record.probe[name] for name in ("states", "comparisons", "unequal")]
+        if type(record.probe["strict"]) is not bool:
+            raise ValueError(f"strict is {record.probe['strict']!r}")
+    if record.smoke is not None:
         numbers += [record.smoke[name] for name in ("traces", "commits")]
-        right = all(type(n) is int and 0 <= n < 2**31 for n in numbers) and 1 <= record.threads <= 1024
-        right &= all(isinstance(x, dict) for x in (record.versions, record.probe, record.smoke))
-        right &= type(record.smoke["first_differences"]) is list and type(record.probe["strict"]) is bool
-        right &= record.backend == backend and record.layout in LAYOUTS and record.precision in backends.PRECISIONS
-        if not right:
-            raise ValueError("a field has a value that is not possible")
-    except (KeyError, TypeError, ValueError) as error:
-        raise SpotDeployError("engine-record", f"cannot use {path}", seen=repr(error), fix=build) from error
-    if record.bundle_id != bundle_id:
+        if type(record.smoke["first_differences"]) is not list:
+            raise ValueError("first_differences")
+    if not all(type(n) in (int, float) and 0 <= n < 2**31 for n in numbers):
+        raise ValueError(f"numbers {numbers}")
+    for name, entry in record.files.items():
+        if "/" in name or type(entry["bytes"]) is not int or type(entry["sha256"]) is not str:
+            raise ValueError(f"file {name!r}")
+
+
+def open_record(bundle: Path, backend: str, bundle_id: str) -> EngineRecord:
+    """The record of an engine that shall run here.
+
+    Raises:
+        SpotDeployError: as `read_record`; or it was made for another state of the bundle, with other versions or on
+            another processor, or cannot run here at all (exit code 4).
+    """
+    backends.require(backend)
+    record = read_record(bundle, backend)
+    backends.require_device(backend, record.inputs.provider)
+    build = build_command(bundle, backend)
+    if record.inputs.bundle_id != bundle_id:
         raise SpotDeployError(
             "engine-stale",
             "the engine was built for another state of the bundle",
-            seen=record.bundle_id,
+            seen=record.inputs.bundle_id,
             wanted=bundle_id,
             fix=build,
         )
-    installed = backends.versions(backend) if here else record.versions
-    if record.versions != installed:
+    installed = backends.versions(backend)
+    if dict(record.inputs.versions) != installed:
         raise SpotDeployError(
             "engine-elsewhere",
             "the engine was built with other versions or on another processor, so its probe says nothing here",
             seen=str(installed),
-            wanted=str(dict(record.versions)),
+            wanted=str(dict(record.inputs.versions)),
             fix=build,
+            exit_code=ENVIRONMENT,
+        )
+    if record.probe is None:
+        raise SpotDeployError(
+            "engine-unproven",
+            "the engine was built on a machine that could not run it, so nothing is known of its exactness",
+            fix=build + " --force, on this machine",
             exit_code=ENVIRONMENT,
         )
     return record

@@ -25,7 +25,7 @@ from spot_deploy.export.target_graph import TargetGraph
 from spot_deploy.export.trace import OPSET, WEIGHTS, save_graph, save_weights, trace_order_model, trace_target
 from spot_deploy.runtime.bundle import bundle_id
 from spot_deploy.runtime.manifest import MANIFEST, FileEntry, Manifest, Speculation, is_bundle, to_document
-from spot_deploy.runtime.text import GOLDEN, TEMPLATE, TOKENIZER, Text
+from spot_deploy.runtime.text import GOLDEN, GOLDEN_PASS, TEMPLATE, TOKENIZER, Text
 
 GOLDEN_TEXTS = (
     "Once upon a time there was a little boy",
@@ -130,7 +130,8 @@ def export_bundle(
             graphs["order"] = {"file": "order.onnx", "opset": OPSET, "signature": signature.as_dict()}
         golden, named_tokens = _write_texts(checkpoint, stage)
         say(f"parity gates: {options.parity}")
-        measured, traces = _run_parity(checkpoint, tensors, stage, options.parity, golden)
+        measured, traces, golden_pass = _run_parity(checkpoint, tensors, stage, options.parity, golden)
+        np.savez(stage / GOLDEN_PASS, **vars(golden_pass))
         if order is not None and options.parity != "none":
             measured["measured"] |= _order_parity(order[0], stage / "order.onnx", width)
         traced_by = "native" if options.parity == "full" else "onnxruntime"
@@ -197,8 +198,7 @@ def _write_texts(checkpoint: Checkpoint, stage: Path) -> tuple[dict[str, Any], d
 
 def _run_parity(
     checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], stage: Path, mode: str, golden: dict[str, Any]
-) -> tuple[dict[str, Any], Sequence[parity.Trace]]:
-    traces: Sequence[parity.Trace] = ()
+) -> tuple[dict[str, Any], Sequence[parity.Trace], parity.GoldenPass]:
     measured: dict[str, Any] = {}
     width = checkpoint.decoding.block_width
     # One prompt shorter than a block, one that fills blocks and ends inside one.
@@ -206,11 +206,12 @@ def _run_parity(
     if mode == "full":
         long = (golden["chats"][0]["ids"] if golden["chats"] else short * 9) * 9
         graphs = {layout: stage / f"target-{layout}.onnx" for layout in LAYOUTS}
-        measured, traces = parity.full_parity(checkpoint, tensors, graphs, [short, long[: 2 * width + width // 3]])
+        prompts = [short, long[: 2 * width + width // 3]]
+        measured, traces, golden_pass = parity.full_parity(checkpoint, tensors, graphs, prompts)
     else:
         measured = parity.layer_parity(checkpoint, tensors) if mode == "layers" else {}
-        traces = parity.own_traces(checkpoint, stage / "target-split.onnx", short)
-    return {"mode": mode, "against": checkpoint.family.name, "measured": measured}, traces
+        traces, golden_pass = parity.own_golden(checkpoint, stage / "target-split.onnx", short)
+    return {"mode": mode, "against": checkpoint.family.name, "measured": measured}, traces, golden_pass
 
 
 def _manifest(

@@ -46,6 +46,34 @@ class Trace:
     commits: list[list[int]]
 
 
+@dataclass(frozen=True)
+class GoldenPass:
+    """A tree pass with known results: what `verify` compares engines with. Written to the bundle as arrays.
+
+    Attributes:
+        clean: prefix tokens, int64 [3 * L].
+        states: int64 [TREE_STATES, L], with positions masked.
+        top_logits, top_ids: head of every position, [TREE_STATES * L, k].
+    """
+
+    clean: Array
+    states: Array
+    top_logits: Array
+    top_ids: Array
+
+
+def golden_inputs(checkpoint: Checkpoint) -> tuple[Array, Array]:
+    """Random clean tokens of four blocks, int64 [4 * L], and states, int64 [TREE_STATES, L]."""
+    decoding = checkpoint.decoding
+    rng = np.random.default_rng(1)
+    usable = np.flatnonzero(~checkpoint.banned.numpy())
+    clean = rng.choice(usable, 4 * decoding.block_width)
+    states = rng.choice(usable, (TREE_STATES, decoding.block_width))
+    states[rng.random(states.shape) < 0.6] = decoding.mask_id
+    states[:, 0] = decoding.mask_id
+    return clean, states
+
+
 class Native:
     """The native class of the family under an explicit block-causal mask."""
 
@@ -126,16 +154,23 @@ def _failed(name: str, seen: str, wanted: str) -> SpotDeployError:
     )
 
 
-def own_traces(checkpoint: Checkpoint, graph: Path, prompt: list[int]) -> list[Trace]:
-    """A short trace of the exported graph itself, for bundles whose gates ran without the native class' traces."""
-    session = ort.Target(graph, checkpoint.decoding.shape.signature(), 1)
-    wanted = Trace(prompt, 0.0, 0, checkpoint.decoding.block_width, [])
-    return [replace(wanted, commits=_onnx_trace(session, checkpoint.decoding, wanted))]
+def own_golden(checkpoint: Checkpoint, graph: Path, prompt: list[int]) -> tuple[list[Trace], GoldenPass]:
+    """A short trace and a pass of the exported graph itself, for bundles whose gates ran without the native class."""
+    decoding = checkpoint.decoding
+    session = ort.Target(graph, decoding.shape.signature(), 1)
+    wanted = Trace(prompt, 0.0, 0, decoding.block_width, [])
+    clean, states = golden_inputs(checkpoint)
+    clean = clean[: 3 * decoding.block_width]
+    target = RequestTarget(session, decoding, 0.0)
+    target.prefill(clean)
+    out = target.whole(states)
+    golden = GoldenPass(clean, states, out.top_logits, out.top_ids)
+    return [replace(wanted, commits=_onnx_trace(session, decoding, wanted))], golden
 
 
 def full_parity(
     checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], graphs: dict[str, Path], prompts: Sequence[list[int]]
-) -> tuple[dict[str, Any], list[Trace]]:
+) -> tuple[dict[str, Any], list[Trace], GoldenPass]:
     """Run all gates on both layouts.
 
     Args:
@@ -143,7 +178,7 @@ def full_parity(
         prompts: token ids of the golden prompts.
 
     Returns:
-        What was measured, and the golden traces.
+        What was measured, the golden traces, and a golden pass.
 
     Raises:
         SpotDeployError: a gate failed (exit code 3).
@@ -157,22 +192,17 @@ def full_parity(
     ]
     for layout in LAYOUTS:
         session = ort.Target(graphs[layout], checkpoint.decoding.shape.signature(), 1)
-        _elementwise(gate, layout, native, session, checkpoint)
+        golden = _elementwise(gate, layout, native, session, checkpoint)
         for index, (trace, margins) in enumerate(wanted):
             seen = _onnx_trace(session, checkpoint.decoding, trace)
             _compare_traces(gate, f"{layout}.trace{index}", seen, trace.commits, margins)
-    return gate.measured, [trace for trace, _ in wanted]
+    return gate.measured, [trace for trace, _ in wanted], golden
 
 
-def _elementwise(gate: Gate, layout: str, native: Native, session: TargetSession, checkpoint: Checkpoint) -> None:
+def _elementwise(gate: Gate, layout: str, native: Native, session: TargetSession, checkpoint: Checkpoint) -> GoldenPass:
     decoding = checkpoint.decoding
     width, shape = decoding.block_width, decoding.shape
-    rng = np.random.default_rng(1)
-    usable = np.flatnonzero(~checkpoint.banned.numpy())
-    clean = rng.choice(usable, 4 * width)
-    states = rng.choice(usable, (TREE_STATES, width))
-    states[rng.random(states.shape) < 0.6] = decoding.mask_id
-    states[:, 0] = decoding.mask_id
+    clean, states = golden_inputs(checkpoint)
     opening = np.full(width, decoding.mask_id)
     filled = 3 * width
     bucket = decoding.bucket(filled)
@@ -218,6 +248,7 @@ def _elementwise(gate: Gate, layout: str, native: Native, session: TargetSession
     if tree.rest_lse_raw is not None:
         gate.close(f"{layout}.head.rest_lse_raw", tree.rest_lse_raw, raw)
     gate.close(f"{layout}.head.ids", np.take_along_axis(seen, tree.top_ids, 1), np.take_along_axis(seen, ids, 1))
+    golden = GoldenPass(clean[:filled], states, *summarise(wanted, 1.0)[:2])
     one = run(states[:1], filled, [-1], zeros, past, False)
     gate.close(f"{layout}.denoise.logits", full(one, width), wanted[:width])
     pair = run(np.stack((clean[filled:], opening)), filled, [-1, 0], zeros, past, True)
@@ -226,6 +257,7 @@ def _elementwise(gate: Gate, layout: str, native: Native, session: TargetSession
     wanted_kept = native.keys_and_values(clean)
     for index, (seen, whole) in enumerate(zip(pair.kept, wanted_kept, strict=True)):
         gate.close(f"{layout}.opening.{'kv'[index % 2]}.{index // 2}", seen[0, 0], whole[0][:, filled:])
+    return golden
 
 
 def _native_trace(native: Native, prompt: list[int], temperature: float, seed: int) -> tuple[Trace, list[float]]:

@@ -20,7 +20,7 @@ import numpy as np
 from spot_deploy.engines import backends
 from spot_deploy.engines.contracts import Array, OrderSession, TargetSession
 from spot_deploy.engines.errors import usage_error
-from spot_deploy.engines.record import EngineRecord, read_record
+from spot_deploy.engines.record import EngineRecord, open_record
 from spot_deploy.runtime.bundle import Bundle, open_bundle
 from spot_deploy.runtime.decode import CommitEvent, DecodeOptions, Figures, Observer, decode
 from spot_deploy.runtime.drafters import Drafter, SpotDrafter
@@ -129,7 +129,7 @@ class Runtime:
         """
         backends.require(backend)
         bundle = open_bundle(Path(path))
-        record = read_record(bundle.path, backend, bundle.manifest.bundle_id)
+        record = open_record(bundle.path, backend, bundle.manifest.bundle_id)
         return cls.from_bundle(bundle, record, threads=threads)
 
     @classmethod
@@ -137,23 +137,10 @@ class Runtime:
         cls, bundle: Bundle, record: EngineRecord, *, threads: int | None = None, target: TargetSession | None = None
     ) -> Runtime:
         """Open the engine that `record` describes on a checked bundle; or take a target session that is open."""
-        manifest = bundle.manifest
-        threads = threads or record.threads
+        manifest, inputs = bundle.manifest, record.inputs
         if target is None:
-            role = f"target-{record.layout}"
-            target = backends.open_target(
-                record.backend,
-                bundle.graph_path(role),
-                manifest.graph(role)[1],
-                threads=threads,
-                precision=record.precision,
-            )
-        order = None
-        if manifest.speculation.order_model:
-            signature = manifest.graph("order")[1]
-            order = backends.open_order_model(
-                record.backend, bundle.graph_path("order"), signature, threads=threads, precision=record.precision
-            )
+            target = bundle.open_target(inputs, threads=threads)
+        order = bundle.open_order_model(inputs, threads=threads) if manifest.speculation.order_model else None
         text = Text(bundle.path, manifest.decoding.reserved, manifest.named_tokens)
         text.check_golden(bundle.path)
         spec = manifest.speculation
@@ -169,8 +156,8 @@ class Runtime:
             text=text,
             target=target,
             order_model=order,
-            backend=record.backend,
-            exact_budget=record.exact_budget(threads),
+            backend=inputs.backend,
+            exact_budget=record.exact_budget(threads or inputs.threads),
             bundle_id=manifest.bundle_id,
         )
 

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spot_deploy.engines.errors import SpotDeployError
+from spot_deploy.engines import backends
+from spot_deploy.engines.contracts import OrderSession, TargetSession, target_role
+from spot_deploy.engines.errors import SpotDeployError, usage_error
 from spot_deploy.engines.files import sha256
+from spot_deploy.engines.record import EngineInputs
 from spot_deploy.runtime.manifest import FileEntry, Manifest, read_manifest, to_document
 
 
@@ -24,6 +27,47 @@ class Bundle:
     def graph_path(self, role: str) -> Path:
         return self.path / self.manifest.graph(role)[0]
 
+    def target_role(self, inputs: EngineInputs) -> str:
+        """The role of the target graph that an engine opens.
+
+        Raises:
+            SpotDeployError: the bundle has no such graph (exit code 2).
+        """
+        needed = backends.graph_precision(inputs.backend, inputs.precision)
+        role = target_role(inputs.layout, needed)
+        if role not in self.manifest.graphs:
+            raise usage_error(
+                "graph-missing",
+                f"the bundle has no target graph in {needed} with the layout {inputs.layout}",
+                seen=", ".join(sorted(self.manifest.graphs)),
+                wanted=role,
+                fix=f"spot-deploy export ... --precisions {needed}, or another --precision or --layout",
+            )
+        return role
+
+    def open_target(self, inputs: EngineInputs, *, threads: int | None = None) -> TargetSession:
+        """Open the target graph as an engine says; `threads` in place of the engine's."""
+        role = self.target_role(inputs)
+        return backends.open_target(
+            inputs.backend,
+            self.graph_path(role),
+            self.manifest.graph(role)[1],
+            threads=threads or inputs.threads,
+            precision=inputs.precision,
+            provider=inputs.provider,
+        )
+
+    def open_order_model(self, inputs: EngineInputs, *, threads: int | None = None) -> OrderSession:
+        """Open the order model likewise."""
+        return backends.open_order_model(
+            inputs.backend,
+            self.graph_path("order"),
+            self.manifest.graph("order")[1],
+            threads=threads or inputs.threads,
+            precision=inputs.precision,
+            provider=inputs.provider,
+        )
+
 
 def bundle_id(document: Mapping[str, Any]) -> str:
     """Digest of what decides the output: files (path, size, sha256), decoding, named tokens, drafter defaults, graphs.
@@ -34,15 +78,18 @@ def bundle_id(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def open_bundle(path: Path) -> Bundle:
+def open_bundle(path: Path, *, contents: bool = True) -> Bundle:
     """Read the manifest and check every file's presence, size and sha256.
+
+    Args:
+        contents: False leaves the sha256 out, for a bundle that was checked a moment ago.
 
     Raises:
         SpotDeployError: the first thing that is wrong; nothing is written.
     """
     manifest = read_manifest(path)
     for entry in manifest.files:
-        check_file(path, entry)
+        check_file(path, entry, contents=contents)
     digest = bundle_id(to_document(manifest))
     if digest != manifest.bundle_id:
         raise SpotDeployError(
@@ -55,7 +102,7 @@ def open_bundle(path: Path) -> Bundle:
     return Bundle(path, manifest)
 
 
-def check_file(folder: Path, entry: FileEntry) -> None:
+def check_file(folder: Path, entry: FileEntry, *, contents: bool = True) -> None:
     """Raise unless the file is a regular file inside the bundle with the recorded size and digest."""
     path = folder / entry.path
     fix = "copy the bundle again, or export it again"
@@ -74,7 +121,7 @@ def check_file(folder: Path, entry: FileEntry) -> None:
             wanted=f"{entry.bytes} bytes",
             fix=fix,
         )
-    digest = sha256(path)
+    digest = sha256(path) if contents else entry.sha256
     if digest != entry.sha256:
         raise SpotDeployError(
             "bundle-file-changed",

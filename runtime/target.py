@@ -117,6 +117,11 @@ class RequestTarget:
         outputs = self._run(tokens, [start] * count, [-1] * count, self._own, rows, keep=False)
         return self._heads(outputs, states)
 
+    def whole(self, states: Array) -> TargetOutputs:
+        """One pass over states, int64 [S, L], computing every position, masked or not."""
+        start, count = self.cache.length, len(states)
+        return self._run(states, [start] * count, [-1] * count, self._own, np.arange(states.size), keep=False)
+
     def _heads(self, outputs: TargetOutputs, states: Sequence[State]) -> list[Head]:
         heads, first = [], 0
         for state in states:

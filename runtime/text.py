@@ -9,7 +9,8 @@ from pathlib import Path
 from spot_deploy.engines.errors import SpotDeployError
 from spot_deploy.engines.files import read_json
 
-TOKENIZER, TEMPLATE, GOLDEN = "tokenizer.json", "chat_template.jinja", "golden.json"
+TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
+GOLDEN, GOLDEN_PASS = "golden.json", "golden.npz"
 Message = Mapping[str, str]
 
 

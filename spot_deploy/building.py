@@ -1,121 +1,246 @@
-"""`build-engine`: from a checked bundle to an engine record that is known to work here."""
+"""`build-engine`: from a checked bundle to an engine that is known to work here, or that says it is not known.
+
+An engine is built in a staging folder, proven there, and only then takes the place of the one before.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from dataclasses import replace
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from spot_deploy import verification
+from spot_deploy.child import run_in_child
 from spot_deploy.engines import backends
-from spot_deploy.engines.contracts import TargetSession
-from spot_deploy.engines.errors import VERIFICATION, SpotDeployError
-from spot_deploy.engines.files import read_json
-from spot_deploy.engines.probe import probe_invariance
-from spot_deploy.engines.record import EngineRecord, read_record, record_path, write_record
+from spot_deploy.engines.errors import SpotDeployError
+from spot_deploy.engines.files import staged_folder
+from spot_deploy.engines.machine import Estimate, estimate
+from spot_deploy.engines.profiles import Limits, Profile, target_profiles
+from spot_deploy.engines.record import (
+    EngineInputs,
+    EngineRecord,
+    engine_folder,
+    is_engine,
+    read_record,
+    record_path,
+    write_record,
+)
 from spot_deploy.runtime.api import Runtime
 from spot_deploy.runtime.bundle import Bundle, open_bundle
-from spot_deploy.runtime.head import Head
-from spot_deploy.runtime.state import Commit, State
-from spot_deploy.runtime.text import GOLDEN
+from spot_deploy.runtime.manifest import Manifest
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What to build; `None` takes the backend's default on this machine.
+
+    Attributes:
+        budgets: draft budgets to serve, from 0; None takes the bundle's.
+        requests: requests in one pass at most.
+        targets: compute capabilities to compile for (TensorRT-RTX), such as sm89.
+    """
+
+    backend: str = "onnxruntime"
+    provider: str | None = None
+    layout: str | None = None
+    precision: str | None = None
+    threads: int | None = None
+    budgets: tuple[int, ...] | None = None
+    requests: int = 1
+    targets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `build-engine` would do.
+
+    Attributes:
+        changes: what differs from the engine that is there; None: there is none that can be read.
+        last_seconds: how long the last build of this backend took here.
+    """
+
+    bundle: Bundle
+    inputs: EngineInputs
+    profiles: tuple[Profile, ...]
+    estimate: Estimate
+    changes: list[str] | None
+    last_seconds: float | None
+
+    @property
+    def up_to_date(self) -> bool:
+        return self.changes == []
+
+
+def plan_build(path: Path, options: BuildOptions) -> Plan:
+    """Check the bundle and the options, and work out the build. Opens no session and writes nothing.
+
+    Raises:
+        SpotDeployError: the bundle is damaged or lacks the graph, or the backend is not installed or cannot do it.
+    """
+    backend = options.backend
+    backends.require(backend)
+    bundle = open_bundle(path)
+    inputs = EngineInputs(
+        bundle_id=bundle.manifest.bundle_id,
+        backend=backend,
+        provider=backends.choose_provider(backend, options.provider),
+        layout=options.layout or backends.default_layout(backend),
+        precision=backends.choose_precision(backend, options.precision),
+        threads=options.threads or backends.default_threads(),
+        budgets=_budgets(bundle.manifest, options.budgets),
+        requests=options.requests,
+        targets=backends.choose_targets(backend, options.targets),
+        versions=backends.versions(backend),
+    )
+    bundle.target_role(inputs)
+    limits = engine_limits(bundle.manifest, inputs)
+    profiles = tuple(target_profiles(limits))
+    changes: list[str] | None = None
+    last = None
+    if record_path(path, backend).is_file():
+        with contextlib.suppress(SpotDeployError):  # damaged or of an older version: what is built now replaces it
+            record = read_record(path, backend)
+            changes, last = record.inputs.changes(inputs), record.build["seconds"]
+    return Plan(
+        bundle,
+        inputs,
+        profiles,
+        estimate(
+            path,
+            path / "weights.safetensors",
+            bundle.manifest.decoding.shape,
+            profiles,
+            artefact_bytes_per_weight=backends.artefact_bytes_per_weight(backend, inputs.precision),
+        ),
+        changes,
+        last,
+    )
+
+
+def _budgets(manifest: Manifest, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
+    if wanted is None:
+        return manifest.speculation.budgets
+    return tuple(sorted({0, *wanted}))
+
+
+def engine_limits(manifest: Manifest, inputs: EngineInputs) -> Limits:
+    """What an engine with these inputs shall serve."""
+    decoding, budgets = manifest.decoding, inputs.budgets
+    return Limits(
+        block_width=decoding.block_width,
+        buckets=decoding.buckets,
+        budgets=budgets,
+        budget=max(b for b in budgets if b <= manifest.speculation.budget),
+        requests=inputs.requests,
+        prefill_positions=decoding.prefill_positions,
+    )
 
 
 def build_engine(
     path: Path,
+    options: BuildOptions | None = None,
     *,
-    backend: str,
-    layout: str = "split",
-    precision: str | None = None,
-    threads: int | None = None,
     force: bool = False,
+    check_limits: bool = True,
+    in_child: bool = False,
+    say: Say = lambda _: None,
+    **changes: Any,
 ) -> tuple[EngineRecord, bool]:
-    """Build, probe and smoke-test an engine, then write its record.
+    """Build an engine, prove what can be proven of it here, and publish it.
 
     Args:
         path: the bundle.
-        layout: attention layout, `split` (strict) or `packed`.
-        precision: `f32` or `bf16`; None takes the backend's default on this processor.
-        threads: None takes the cores that this process may use.
-        force: build even if the record there is up to date.
+        options: what to build; `changes` are fields of BuildOptions set on top.
+        force: build even if the engine there is up to date.
+        check_limits: refuse if memory or disk is expected to run out.
+        in_child: work in another process, which Ctrl-C ends at once.
+        say: told what is being done.
 
     Returns:
         The record, and whether it was built now (False: it was up to date).
 
     Raises:
-        SpotDeployError: the bundle is damaged, the backend cannot run, or a golden trace comes out differently
-            (exit code 3, nothing is written).
+        SpotDeployError: the bundle is damaged, the backend cannot, or a gate failed (exit code 3). The engine that was
+            there stays.
     """
-    precision = backends.choose_precision(backend, precision)
-    bundle = open_bundle(path)
-    threads = threads or backends.default_threads()
-    if not force and record_path(path, backend).is_file():
-        try:
-            record = read_record(path, backend, bundle.manifest.bundle_id)
-            if (record.layout, record.precision, record.threads) == (layout, precision, threads):
-                return record, False
-        except SpotDeployError:
-            pass  # stale or damaged: what is built now replaces it
-    manifest = bundle.manifest
-    decoding = manifest.decoding
-    role = f"target-{layout}"
-    session = backends.open_target(
-        backend, bundle.graph_path(role), manifest.graph(role)[1], threads=threads, precision=precision
-    )
-    probe = probe_invariance(
-        session,
-        decoding.shape,
-        decoding.block_width,
-        decoding.buckets,
-        1 + max(manifest.speculation.budgets),
-    )
-    record = EngineRecord(
-        backend=backend,
-        layout=layout,
-        precision=precision,
-        threads=threads,
-        bundle_id=manifest.bundle_id,
-        providers=backends.providers(backend),
-        versions=backends.versions(backend),
-        probe=probe,
-        smoke={},
-        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    )
-    record = replace(record, smoke=smoke_test(bundle, record, session))
-    write_record(path, record)
-    return record, True
+    plan = plan_build(path, replace(options or BuildOptions(), **changes))
+    backend = plan.inputs.backend
+    if plan.up_to_date and not force:
+        return read_record(path, backend), False
+    if check_limits:
+        plan.estimate.require()
+    folder = engine_folder(path, backend)
+    parent_was_there = folder.parent.is_dir()
+    folder.parent.mkdir(exist_ok=True)
+    try:
+        with staged_folder(folder, force=True, ours=is_engine) as stage:
+            if in_child:
+                arguments = {"path": str(path), "stage": str(stage), "inputs": asdict(plan.inputs)}
+                run_in_child("spot_deploy.building:make_in_child", arguments, say)
+            else:
+                make_engine(plan.bundle, stage, plan.inputs, say)
+    except BaseException:
+        if not parent_was_there:
+            with contextlib.suppress(OSError):
+                folder.parent.rmdir()
+        raise
+    return read_record(path, backend), True
 
 
-def smoke_test(bundle: Bundle, record: EngineRecord, session: TargetSession) -> dict[str, Any]:
-    """Replay the golden commit traces, draft-free.
+def make_in_child(path: str, stage: str, inputs: dict[str, Any], *, say: Say) -> None:
+    """`make_engine` with arguments that pass through JSON. The parent has checked the bundle's contents."""
+    make_engine(open_bundle(Path(path), contents=False), Path(stage), EngineInputs.from_dict(inputs), say)
 
-    In float32 every commit must be equal. In bfloat16 the engine computes something else by design, so the first
-    difference of each trace is recorded only.
+
+def make_engine(bundle: Bundle, stage: Path, inputs: EngineInputs, say: Say) -> None:
+    """Build and prove an engine in the folder `stage`.
 
     Raises:
-        SpotDeployError: a commit differs in float32 (exit code 3).
+        SpotDeployError: the backend refuses the graph, or a gate failed (exit code 3).
     """
-    golden = read_json(bundle.path / GOLDEN, code="golden", fix="export the bundle again")
-    commits, differences = 0, []
+    began = time.monotonic()
+    profiles = target_profiles(engine_limits(bundle.manifest, inputs))
+    record = EngineRecord(
+        inputs=inputs,
+        profiles=[asdict(profile) for profile in profiles],
+        probe=None,
+        smoke=None,
+        audit=None,
+        files={},
+        build={"seconds": 0.0},
+        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+    record = _prove(bundle, record, inputs, say)
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    seconds = round(time.monotonic() - began, 3)
+    write_record(stage, replace(record, build=dict(record.build) | {"seconds": seconds, "peak_memory": usage}))
+
+
+def _prove(bundle: Bundle, record: EngineRecord, inputs: EngineInputs, say: Say) -> EngineRecord:
+    """The gates that a build must pass, on an engine that can run here."""
+    backend, precision = inputs.backend, inputs.precision
+    say(f"opening {bundle.target_role(inputs)}")
+    session = bundle.open_target(inputs)
+    for gate in verification.elementwise(bundle, session, precision):
+        verification.require(gate, backend)
+    say("comparing states alone and among others")
+    probe = verification.invariance(bundle, session, inputs.budgets, inputs.requests)
+    for gate in verification.invariance_gates(probe):
+        verification.require(gate, backend)
+    record = replace(record, probe=probe)
     with Runtime.from_bundle(bundle, record, target=session) as runtime:
-        for trace in golden["traces"]:
-            seen: list[list[int]] = []
-
-            def observe(state: State, head: Head, commit: Commit, seen: list[list[int]] = seen) -> None:
-                seen.append([state.block, commit.position, commit.token])
-
-            options = {key: trace[key] for key in ("temperature", "seed", "max_new_tokens")}
-            runtime.generate(trace["prompt"], budget=0, ignore_eos=True, observe=observe, **options)
-            wanted = [*trace["commits"], *([None] * (len(seen) - len(trace["commits"])))]
-            first = next((index for index, commit in enumerate(seen) if commit != wanted[index]), None)
-            differences.append(first)
-            if first is not None and record.precision == "f32":
-                raise SpotDeployError(
-                    "golden-trace",
-                    f"commit {first} of a golden trace differs on {record.backend}",
-                    seen=f"block, position, token = {seen[first]}",
-                    wanted=str(wanted[first]),
-                    fix="report this: the backend computes something else than the checkpoint",
-                    exit_code=VERIFICATION,
-                )
-            commits += len(seen)
-    return {"traces": len(golden["traces"]), "commits": commits, "first_differences": differences}
+        say("replaying golden traces")
+        smoke = verification.require(verification.commit_traces(runtime, bundle, precision), backend).figures
+        found = None
+        if not probe["strict"] and inputs.budgets[1:]:
+            say("auditing drafted decoding")
+            gate = verification.speculative_equality(runtime, session, bundle, inputs.budgets, probe)
+            found = verification.require(gate, backend).figures
+    return replace(record, smoke=smoke, audit=found)

@@ -10,19 +10,20 @@ import click
 from spot_deploy.cli.common import Budgets, emit, json_option, spinner
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
 
+EXPORT_PACKAGES = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", "onnxruntime")
 
-def require_export_packages() -> None:
-    """Check for the packages of the extra `export`.
+
+def require_packages(verb: str, names: tuple[str, ...] = EXPORT_PACKAGES) -> None:
+    """Check for packages of the extra `export`.
 
     Raises:
         SpotDeployError: some are missing (exit code 4; the error names the extra).
     """
-    names = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", "onnxruntime")
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise SpotDeployError(
             "export-packages",
-            "this verb needs packages that are not installed",
+            f"{verb} needs packages that are not installed",
             seen=f"missing: {', '.join(missing)}",
             fix='pip install "spot-deploy[export]"',
             exit_code=ENVIRONMENT,
@@ -65,7 +66,7 @@ def command(
     as_json: bool,
 ) -> None:
     """Trace CHECKPOINT (a Hugging Face folder) and an order model to ONNX, check them, and write a bundle."""
-    require_export_packages()
+    require_packages("export")
     from spot_deploy.export.bundle_writer import ExportOptions, export_bundle
 
     options = ExportOptions(

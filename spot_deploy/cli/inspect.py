@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from spot_deploy.cli.common import bundle_argument, emit, json_option
 
+if TYPE_CHECKING:
+    from spot_deploy.export.summary import Part
+    from spot_deploy.runtime.bundle import Bundle
+
 
 @click.command("inspect")
 @bundle_argument
+@click.option("--layers", is_flag=True, help="Summarise the nodes of every graph, layer by layer.")
 @json_option
-def command(bundle: Path, as_json: bool) -> None:
+def command(bundle: Path, layers: bool, as_json: bool) -> None:
     """Check BUNDLE's files and show what it holds."""
+    from spot_deploy.cli.build_engine import describe
     from spot_deploy.engines.backends import BACKENDS
     from spot_deploy.engines.record import read_record, record_path
     from spot_deploy.runtime.bundle import open_bundle
@@ -25,9 +32,12 @@ def command(bundle: Path, as_json: bool) -> None:
     engines = {}
     for backend in BACKENDS:
         if record_path(bundle, backend).is_file():
-            engines[backend] = read_record(bundle, backend, manifest.bundle_id, here=False)
+            engines[backend] = read_record(bundle, backend)
+    parts = _layers(opened) if layers else {}
     if as_json:
-        emit(to_document(manifest) | {"engines": {name: asdict(record) for name, record in engines.items()}})
+        shown = {name: asdict(record) for name, record in engines.items()}
+        documents = {role: [part.as_dict() for part in found] for role, found in parts.items()}
+        emit(to_document(manifest) | {"engines": shown} | ({"layers": documents} if layers else {}))
         return
     decoding, speculation, source = manifest.decoding, manifest.speculation, manifest.source
     lines = {
@@ -56,8 +66,28 @@ def command(bundle: Path, as_json: bool) -> None:
     for file in manifest.files:
         click.echo(f"  {file.bytes:>12,}  {file.sha256[:16]}  {file.path}")
     for name, record in engines.items():
-        exact = (
-            f"strictly exact up to budget {record.exact_budget(record.threads)}" if record.exact else "not bit-exact"
-        )
-        how = f"{record.layout}, {record.precision}, {record.threads} threads, {exact}"
-        click.echo(f"engine    {name}: {how}, {dict(record.versions)}")
+        click.echo(f"engine    {name}: {describe(record)}; {dict(record.inputs.versions)}")
+    if layers:
+        _show_layers(parts)
+
+
+def _layers(bundle: Bundle) -> dict[str, list[Part]]:
+    from spot_deploy.cli.export import require_packages
+
+    require_packages("inspect --layers", ("onnx_ir",))
+    from spot_deploy.export.summary import graph_parts
+
+    return {role: graph_parts(bundle.graph_path(role)) for role in bundle.manifest.graphs}
+
+
+def _show_layers(parts: dict[str, list[Part]]) -> None:
+    from spot_deploy.export.summary import grouped
+
+    for role, found in parts.items():
+        click.echo(f"nodes of {role}")
+        for name, part in grouped(found):
+            operators = ", ".join(f"{op} {count}" for op, count in part.operators.most_common())
+            weights = ", ".join(f"{size / 1e6:.2f} MB {dtype}" for dtype, size in part.weights.items())
+            click.echo(f"  {name}: {part.operators.total()} nodes; {operators}")
+            if weights:
+                click.echo(f"    constants and weights: {weights}")

@@ -12,7 +12,7 @@ from spot_deploy import SpotDeployError, build_engine
 from spot_deploy.engines import backends, ort, ov
 from spot_deploy.engines.contracts import GraphSignature, TargetOutputs, TargetShape, order_signature
 from spot_deploy.engines.probe import probe_invariance
-from spot_deploy.engines.record import read_record, record_path
+from spot_deploy.engines.record import open_record, read_record, record_path
 from spot_deploy.runtime.manifest import read_manifest
 
 
@@ -30,7 +30,7 @@ class Leaky:
         return TargetOutputs(logits, out.top_ids, out.rest_lse, out.rest_lse_raw, out.row, out.kept)
 
 
-@pytest.fixture(scope="module", params=backends.BACKENDS)
+@pytest.fixture(scope="module", params=backends.CPU_BACKENDS)
 def session(request, tiny_bundle):
     manifest = read_manifest(tiny_bundle)
     file, signature = manifest.graph("target-split")
@@ -57,7 +57,7 @@ def test_probe_catches_dependence_on_batch_mates(session, kind):
 def test_packed_layout_is_built_and_its_probe_recorded(tiny_copy):
     record, built = build_engine(tiny_copy, backend="onnxruntime", layout="packed", threads=1)
     assert built
-    assert record.layout == "packed"
+    assert record.inputs.layout == "packed"
     document = json.loads(record_path(tiny_copy, "onnxruntime").read_text())
     assert document["probe"]["strict"] is record.exact
     assert document["smoke"]["commits"] > 100
@@ -75,24 +75,34 @@ def test_engine_of_another_bundle_or_machine_is_refused(tiny_copy):
     path = record_path(tiny_copy, "onnxruntime")
     original = path.read_text()
     for field, value, code in (
-        ("bundle_id", "0" * 64, "engine-stale"),
-        ("versions", {"onnxruntime": "0.1", "processor": "abacus"}, "engine-elsewhere"),
-        ("layout", "diagonal", "engine-record"),
+        ("inputs.bundle_id", "0" * 64, "engine-stale"),
+        ("inputs.versions", {"onnxruntime": "0.1", "processor": "abacus"}, "engine-elsewhere"),
+        ("inputs.layout", "diagonal", "engine-record"),
+        ("inputs.threads", 0, "engine-record"),
+        ("inputs.budgets", [3, 0], "engine-record"),
+        ("inputs.budgets", "0", "engine-record"),
+        ("inputs.backend", "openvino", "engine-record"),
+        ("inputs", None, "engine-record"),
         ("probe", {}, "engine-record"),
-        ("threads", 0, "engine-record"),
+        ("probe", None, "engine-unproven"),
+        ("files", {"../x": {"bytes": 1, "sha256": ""}}, "engine-record"),
         ("format", "other", "engine-record"),
+        ("schema_version", 1, "engine-record"),
     ):
-        path.write_text(json.dumps(json.loads(original) | {field: value}))
+        document = json.loads(original)
+        *outer, name = field.split(".")
+        (document[outer[0]] if outer else document)[name] = value
+        path.write_text(json.dumps(document))
         with pytest.raises(SpotDeployError) as caught:
-            read_record(tiny_copy, "onnxruntime", manifest.bundle_id)
-        assert caught.value.code == code
+            open_record(tiny_copy, "onnxruntime", manifest.bundle_id)
+        assert caught.value.code == code, field
         assert "build-engine" in caught.value.fix
 
 
 def test_a_golden_trace_that_differs_fails_the_build(tiny_copy, monkeypatch):
-    from spot_deploy import building
+    from spot_deploy import verification
 
-    real = building.read_json
+    real = verification.read_json
 
     def changed(path, **options):
         golden = real(path, **options)
@@ -101,7 +111,7 @@ def test_a_golden_trace_that_differs_fails_the_build(tiny_copy, monkeypatch):
 
     path = record_path(tiny_copy, "onnxruntime")
     path.unlink()
-    monkeypatch.setattr(building, "read_json", changed)
+    monkeypatch.setattr(verification, "read_json", changed)
     with pytest.raises(SpotDeployError, match="commit 7") as caught:
         build_engine(tiny_copy, backend="onnxruntime", threads=1)
     assert caught.value.exit_code == 3
@@ -135,7 +145,7 @@ def test_toy_target_is_invariant_too():
 
 def test_precision_that_the_processor_lacks_is_an_environment_error(monkeypatch):
     monkeypatch.setattr(ov, "precisions", lambda: ("f32",))
-    for backend in backends.BACKENDS:
+    for backend in backends.CPU_BACKENDS:
         assert backends.choose_precision(backend, "f32") == backends.choose_precision(backend, None) == "f32"
         with pytest.raises(SpotDeployError, match="bf16") as caught:
             backends.choose_precision(backend, "bf16")
@@ -156,7 +166,7 @@ def test_backends_agree(tiny_bundle):
     from spot_deploy import Runtime
 
     texts = []
-    for backend in backends.BACKENDS:
+    for backend in backends.CPU_BACKENDS:
         with Runtime.load(tiny_bundle, backend=backend) as runtime:
             result = runtime.generate("the cat sat", max_new_tokens=40, ignore_eos=True, budget=0)
             texts.append(result.token_ids)

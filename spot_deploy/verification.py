@@ -1,0 +1,258 @@
+"""What can be proven of an engine on the machine that runs it. `build-engine` uses a part, `verify` all of it.
+
+Six gates: elementwise and argmax against the golden pass that the checkpoint's own class gave at export; commit traces;
+isolation (other states at the same shape change nothing); joining (a state alone against the same among others); and
+speculative equality, strict where joining is bit-equal, else by audit: drafted decoding may differ from draft-free only
+in near ties within the proven bounds (see runtime.audit).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spot_deploy.engines.contracts import Array, TargetSession
+from spot_deploy.engines.errors import VERIFICATION, SpotDeployError
+from spot_deploy.engines.files import read_json
+from spot_deploy.engines.probe import probe_invariance
+from spot_deploy.runtime.api import Result, Runtime
+from spot_deploy.runtime.audit import audit
+from spot_deploy.runtime.bundle import Bundle
+from spot_deploy.runtime.decode import CommitEvent, DecodeOptions
+from spot_deploy.runtime.drafters import Drafter, OracleDrafter
+from spot_deploy.runtime.head import Head
+from spot_deploy.runtime.state import Commit, State
+from spot_deploy.runtime.target import RequestTarget
+from spot_deploy.runtime.text import GOLDEN, GOLDEN_PASS
+from spot_deploy.training.replay import Trajectory
+
+# Largest difference of a head logit that an engine of a precision may show, in proportion to the largest logit (at
+# least 10). Quantised weights make another network: their argmax agreement is reported, and only a floor is asked for.
+TOLERANCES = {"f32": 1e-5, "bf16": 3e-2, "f16": 3e-3}
+ARGMAX_FLOOR = 0.5
+ENOUGH_ACCEPTED = 100  # a run that accepted fewer drafts has tested nothing
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One check: what was measured in words, the figures, and whether it passed."""
+
+    name: str
+    passed: bool
+    text: str
+    figures: dict[str, Any]
+
+
+def golden_pass(bundle: Path) -> dict[str, Array]:
+    """The arrays of `parity.GoldenPass`.
+
+    Raises:
+        SpotDeployError: the file is not what export writes.
+    """
+    try:
+        with np.load(bundle / GOLDEN_PASS, allow_pickle=False) as file:
+            return {name: file[name] for name in ("clean", "states", "top_logits", "top_ids")}
+    except (OSError, ValueError, KeyError) as error:
+        raise SpotDeployError(
+            "golden", f"{GOLDEN_PASS} is missing or damaged", seen=str(error)[:200], fix="export the bundle again"
+        ) from error
+
+
+def elementwise(bundle: Bundle, session: TargetSession, precision: str) -> list[Gate]:
+    """Prefill and a tree of nine states against the golden pass: largest logits and best tokens."""
+    golden = golden_pass(bundle.path)
+    target = RequestTarget(session, bundle.manifest.decoding, 0.0)
+    target.prefill(golden["clean"])
+    out = target.whole(golden["states"])
+    wanted, seen = golden["top_logits"], out.top_logits
+    finite = bool(np.isfinite(seen[np.isfinite(wanted)]).all())
+    both = np.isfinite(wanted) & np.isfinite(seen)
+    difference = float(np.abs(seen[both] - wanted[both]).max(initial=0.0))
+    scale = max(10.0, float(np.abs(wanted[both]).max(initial=0.0)))
+    allowed = TOLERANCES.get(precision)
+    close = finite and (allowed is None or difference <= allowed * scale)
+    bar = "no bound for quantised weights" if allowed is None else f"at most {allowed * scale:.3g}"
+    text = f"largest difference {difference:.3g} ({bar})" if finite else "not finite"
+    figures = {"max_abs": difference, "allowed": None if allowed is None else allowed * scale, "finite": finite}
+    gates = [Gate("elementwise", close, text, figures)]
+    differ = out.top_ids[:, 0] != golden["top_ids"][:, 0]
+    margin = wanted[:, 0] - wanted[:, 1] if wanted.shape[1] > 1 else np.full(len(wanted), np.inf)
+    clear = differ & (margin > 2 * (allowed or 0) * scale) if allowed is not None else differ
+    agreement = 1 - float(differ.mean())
+    passed = not clear.any() if allowed is not None else agreement >= ARGMAX_FLOOR
+    ties = int(differ.sum() - clear.sum()) if allowed is not None else 0
+    text = f"{agreement:.1%} of {len(differ)} rows" + (f", {ties} differ by a near tie" if ties else "")
+    gates.append(Gate("argmax", bool(passed), text, {"rows": len(differ), "agreement": agreement, "near_ties": ties}))
+    return gates
+
+
+def invariance(bundle: Bundle, session: TargetSession, budgets: tuple[int, ...], requests: int) -> dict[str, Any]:
+    """The invariance probe over all that an engine shall serve."""
+    decoding = bundle.manifest.decoding
+    states = max(2, 1 + budgets[-1])
+    return probe_invariance(session, decoding.shape, decoding.block_width, decoding.buckets, states, requests)
+
+
+def invariance_gates(probe: dict[str, Any]) -> list[Gate]:
+    """Isolation must be bit-exact; joining is reported, and decides between strict equality and audit."""
+    isolation, joining = probe["isolation"], probe["joining"]
+
+    def text(kind: dict[str, Any]) -> str:
+        if not kind["unequal"]:
+            return f"bit-equal in {kind['comparisons']} comparisons"
+        return (
+            f"{kind['unequal']} of {kind['comparisons']} comparisons differ by up to {kind['max_abs']:.3g}, "
+            f"{kind['flips']} best tokens changed"
+        )
+
+    return [
+        Gate("isolation", isolation["unequal"] == 0, text(isolation), dict(isolation)),
+        Gate("joining", True, text(joining), dict(joining)),
+    ]
+
+
+def golden_traces(bundle: Bundle) -> list[dict[str, Any]]:
+    """The golden commit traces of the bundle, of at least one kind."""
+    traces: list[dict[str, Any]] = read_json(bundle.path / GOLDEN, code="golden", fix="export the bundle again")[
+        "traces"
+    ]
+    return traces
+
+
+def commit_traces(runtime: Runtime, bundle: Bundle, precision: str) -> Gate:
+    """Replay the golden commit traces draft-free. In float32 every commit must be equal."""
+    traces = golden_traces(bundle)
+    commits, differences, first_text = 0, [], ""
+    for trace in traces:
+        seen: list[list[int]] = []
+
+        def observe(state: State, head: Head, commit: Commit, seen: list[list[int]] = seen) -> None:
+            seen.append([state.block, commit.position, commit.token])
+
+        options = {key: trace[key] for key in ("temperature", "seed", "max_new_tokens")}
+        runtime.generate(trace["prompt"], budget=0, ignore_eos=True, observe=observe, **options)
+        wanted = [*trace["commits"], *([None] * (len(seen) - len(trace["commits"])))]
+        first = next((index for index, commit in enumerate(seen) if commit != wanted[index]), None)
+        differences.append(first)
+        if first is not None and not first_text:
+            first_text = f"; commit {first} is block, position, token = {seen[first]}, golden {wanted[first]}"
+        commits += len(seen)
+    differ = [n for n in differences if n is not None]
+    text = f"{commits} commits equal"
+    if differ:
+        text = f"{len(differ)} of {len(traces)} traces differ, first at commit {min(differ)}{first_text}"
+    figures = {"traces": len(traces), "commits": commits, "first_differences": differences}
+    return Gate("traces", not differ or precision != "f32", text, figures)
+
+
+def _runs(runtime: Runtime, bundle: Bundle, budgets: tuple[int, ...]) -> Iterator[tuple[Any, DecodeOptions, Drafter]]:
+    """Prompt, options, drafter of the equality gate's drafted runs: SPOT, and an oracle so that drafts are accepted."""
+    decoding = bundle.manifest.decoding
+    room = decoding.max_positions // 2
+    for index, trace in enumerate(golden_traces(bundle)):
+        tokens = min(max(trace["max_new_tokens"], 2 * decoding.block_width, 64), room)
+        if decoding.blocks(len(trace["prompt"]), tokens) * decoding.block_width > decoding.max_positions:
+            continue
+        for temperature in (0.0, 1.0):
+            options = runtime.resolve(
+                DecodeOptions(temperature=temperature, seed=index, max_new_tokens=tokens, ignore_eos=True)
+            )
+            trajectory = Trajectory()
+            runtime.generate(trace["prompt"], replace(options, budget=0), observe=trajectory)
+            for budget in budgets[1:]:
+                drafted = replace(options, budget=budget)
+                yield trace["prompt"], drafted, OracleDrafter(trajectory.lookup, 32)
+                if runtime.order_model is not None:
+                    yield trace["prompt"], drafted, runtime.spot_drafter(drafted)
+                    uncoupled = replace(drafted, verifier="uncoupled", gamma=0.05)
+                    yield trace["prompt"], uncoupled, runtime.spot_drafter(uncoupled)
+
+
+def speculative_equality(
+    runtime: Runtime, session: TargetSession, bundle: Bundle, budgets: tuple[int, ...], probe: dict[str, Any]
+) -> Gate:
+    """Drafted against draft-free decoding over budgets, temperatures, drafters and verifiers.
+
+    Strict where the probe is; else every commit is audited at the draft-free shape with e = twice the largest logit
+    difference that the probe saw.
+    """
+    runs = accepted = unequal = commits = near_ties = violations = 0
+    controls: dict[Any, Result] = {}
+    error = 2 * probe["max_abs"]
+    for prompt, options, drafter in _runs(runtime, bundle, budgets):
+        key = (tuple(prompt), options.temperature, options.seed)
+        if key not in controls:
+            controls[key] = runtime.generate(prompt, replace(options, budget=0))
+        events = list(runtime.stream(prompt, options, drafter=drafter))
+        result = events[-1].result  # type: ignore[union-attr]  # the last event is Finished
+        runs += 1
+        accepted += result.accepted
+        commits += result.commits
+        unequal += result.token_ids != controls[key].token_ids
+        if not probe["strict"]:
+            made = [event for event in events if isinstance(event, CommitEvent)]
+            seen = audit(session, bundle.manifest.decoding, np.array(prompt), options, made, error)
+            near_ties += seen.near_ties
+            violations += seen.violations
+    figures = {
+        "runs": runs,
+        "commits": commits,
+        "accepted": accepted,
+        "unequal": unequal,
+        "strict": probe["strict"],
+        "near_ties": near_ties,
+        "violations": violations,
+        "error": error,
+    }
+    enough = accepted >= ENOUGH_ACCEPTED or not budgets[1:]
+    text = f"{runs} runs, {accepted} drafts accepted, {unequal} texts differ"
+    if not enough:
+        text += f"; fewer than {ENOUGH_ACCEPTED} accepted drafts prove nothing"
+    if probe["strict"]:
+        return Gate("equality", unequal == 0 and enough, text, figures)
+    text += f"; audit of {commits} commits: {near_ties} near ties, {violations} not explained by them"
+    return Gate("equality", violations == 0 and enough, text, figures)
+
+
+def require(gate: Gate, backend: str) -> Gate:
+    """The gate, if it passed.
+
+    Raises:
+        SpotDeployError: it did not (exit code 3).
+    """
+    if not gate.passed:
+        raise SpotDeployError(
+            f"gate-{gate.name}",
+            f"the engine failed the gate {gate.name} on {backend}",
+            seen=gate.text,
+            fix="report this: the backend computes something else than the checkpoint",
+            exit_code=VERIFICATION,
+        )
+    return gate
+
+
+def verify_engine(
+    bundle: Bundle,
+    runtime: Runtime,
+    session: TargetSession,
+    *,
+    precision: str,
+    budgets: tuple[int, ...],
+    requests: int,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[Gate]:
+    """All gates of an open engine, whether they pass or not."""
+    say("elementwise and argmax")
+    gates = elementwise(bundle, session, precision)
+    say("commit traces")
+    gates.append(commit_traces(runtime, bundle, precision))
+    say("isolation and joining")
+    probe = invariance(bundle, session, budgets, requests)
+    gates += invariance_gates(probe)
+    say("speculative equality")
+    gates.append(speculative_equality(runtime, session, bundle, budgets, probe))
+    return gates
