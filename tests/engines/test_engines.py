@@ -12,7 +12,7 @@ from spot_deploy import SpotDeployError, build_engine
 from spot_deploy.engines import backends, ort, ov
 from spot_deploy.engines.contracts import GraphSignature, TargetOutputs, TargetShape, order_signature
 from spot_deploy.engines.probe import probe_invariance
-from spot_deploy.engines.record import open_record, read_record, record_path
+from spot_deploy.engines.record import open_record, record_path
 from spot_deploy.runtime.manifest import read_manifest
 
 
