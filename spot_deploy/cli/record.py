@@ -46,13 +46,13 @@ def command(
     as_json: bool,
 ) -> None:
     """Decode prompts with BUNDLE draft-free and record every pass. Goes on where it stopped."""
-    from spot_deploy.cli.export import require_export_packages
+    from spot_deploy.cli.export import require_packages
     from spot_deploy.runtime.api import Runtime
     from spot_deploy.runtime.decode import DecodeOptions
     from spot_deploy.training.prompts import read_prompts
     from spot_deploy.training.recording import record
 
-    require_export_packages()
+    require_packages("record")
     for temperature in temperatures:
         DecodeOptions(temperature=temperature, seed=seed)  # raises where one is out of range
     chosen = read_prompts(prompts, limit)

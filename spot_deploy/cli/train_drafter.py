@@ -24,9 +24,9 @@ from spot_deploy.cli.common import MAX_THREADS, emit, json_option, progress_bar
 @json_option
 def command(records: tuple[Path, ...], output: Path, init: Path | None, as_json: bool, **choices: Any) -> None:
     """Train an order model on folders of RECORDS. Goes on from the output folder's training state if one is there."""
-    from spot_deploy.cli.export import require_export_packages
+    from spot_deploy.cli.export import require_packages
 
-    require_export_packages()
+    require_packages("train-drafter")
     from spot_deploy.training.order import TrainOptions, train
     from spot_deploy.training.records import load_records
 
