@@ -101,6 +101,14 @@ def choose_targets(backend: str, wanted: tuple[str, ...]) -> tuple[str, ...]:
     return wanted
 
 
+def base_memory(backend: str) -> int:
+    """Bytes that a build takes whatever the target, rounded up from what was measured on a tiny one.
+
+    OpenVINO keeps kernels for every shape that the probe goes through.
+    """
+    return {"onnxruntime": 400 << 20, "openvino": 1400 << 20}.get(backend, 1000 << 20)
+
+
 def artefact_bytes_per_weight(backend: str, precision: str) -> float:
     """Size of what a backend writes to disk, per weight; 0 where it opens the ONNX file itself."""
     return 0.0 if backend in CPU_BACKENDS else {"f32": 4.0}.get(precision, 2.0)

@@ -14,7 +14,6 @@ from spot_deploy.engines.contracts import TargetShape
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
 from spot_deploy.engines.profiles import Profile
 
-LIBRARIES = 200 << 20  # bytes of a process that has loaded Python, NumPy and a backend; measured 120 to 190 MB
 # Weights in float32 are held once by the engine and once while it is being made.
 WEIGHT_COPIES = 2
 LOGIT_COPIES = 4  # logits, scattered rest, scaled rest, exponentials
@@ -66,6 +65,17 @@ def memory_free(root: Path = Path("/")) -> int | None:
     return max(0, min(found)) if found else None
 
 
+def peak_memory() -> int:
+    """Most bytes that this process has held in memory at once; 0 where the system does not tell."""
+    try:  # getrusage would count what the parent held before it started this program
+        for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
 def disk_free(path: Path) -> int | None:
     """Bytes that may be written beside `path`."""
     try:
@@ -83,19 +93,26 @@ def weight_elements(path: Path) -> int:
 
 
 def estimate(
-    folder: Path, weights: Path, shape: TargetShape, profiles: Sequence[Profile], *, artefact_bytes_per_weight: float
+    folder: Path,
+    weights: Path,
+    shape: TargetShape,
+    profiles: Sequence[Profile],
+    *,
+    base_memory: int,
+    artefact_bytes_per_weight: float,
 ) -> Estimate:
     """What making an engine takes.
 
     Args:
         folder: where it will be written.
         weights: the target's weights.
+        base_memory: what a build with this backend takes whatever the target.
         artefact_bytes_per_weight: of what is written to disk; 0 for backends that open the ONNX file itself.
     """
     elements = weight_elements(weights)
     rows = max(p.symbols["M"][2] for p in profiles)
     prefix = max(p.symbols["R"][2] * p.bucket for p in profiles)
     cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * prefix * 4
-    memory = LIBRARIES + WEIGHT_COPIES * 4 * elements + LOGIT_COPIES * 4 * rows * shape.vocab + 2 * cache
+    memory = base_memory + WEIGHT_COPIES * 4 * elements + LOGIT_COPIES * 4 * rows * shape.vocab + 2 * cache
     artefact = int(artefact_bytes_per_weight * elements)
     return Estimate(memory + artefact, memory_free(), artefact + (1 << 20), disk_free(folder))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +18,7 @@ from spot_deploy.child import run_in_child
 from spot_deploy.engines import backends
 from spot_deploy.engines.errors import SpotDeployError
 from spot_deploy.engines.files import staged_folder
-from spot_deploy.engines.machine import Estimate, estimate
+from spot_deploy.engines.machine import Estimate, estimate, peak_memory
 from spot_deploy.engines.profiles import Limits, Profile, target_profiles
 from spot_deploy.engines.record import (
     EngineInputs,
@@ -117,6 +116,7 @@ def plan_build(path: Path, options: BuildOptions) -> Plan:
             path / "weights.safetensors",
             bundle.manifest.decoding.shape,
             profiles,
+            base_memory=backends.base_memory(backend),
             artefact_bytes_per_weight=backends.artefact_bytes_per_weight(backend, inputs.precision),
         ),
         changes,
@@ -218,9 +218,8 @@ def make_engine(bundle: Bundle, stage: Path, inputs: EngineInputs, say: Say) -> 
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
     record = _prove(bundle, record, inputs, say)
-    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     seconds = round(time.monotonic() - began, 3)
-    write_record(stage, replace(record, build=dict(record.build) | {"seconds": seconds, "peak_memory": usage}))
+    write_record(stage, replace(record, build=dict(record.build) | {"seconds": seconds, "peak_memory": peak_memory()}))
 
 
 def _prove(bundle: Bundle, record: EngineRecord, inputs: EngineInputs, say: Say) -> EngineRecord:

@@ -83,7 +83,10 @@ def main() -> None:
         channel.write(json.dumps(message) + "\n")
         channel.flush()
 
-    task = json.loads(sys.stdin.readline())
+    line = sys.stdin.readline()
+    if not line.endswith("\n"):
+        return  # the parent has gone already
+    task = json.loads(line)
 
     def end_with_parent() -> None:
         sys.stdin.read()  # returns when the parent has gone

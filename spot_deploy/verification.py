@@ -163,7 +163,7 @@ def _runs(runtime: Runtime, bundle: Bundle, budgets: tuple[int, ...]) -> Iterato
             )
             trajectory = Trajectory()
             runtime.generate(trace["prompt"], replace(options, budget=0), observe=trajectory)
-            for budget in budgets[1:]:
+            for budget in sorted({*budgets[1:2], *budgets[-1:]} - {0}):
                 drafted = replace(options, budget=budget)
                 yield trace["prompt"], drafted, OracleDrafter(trajectory.lookup, 32)
                 if runtime.order_model is not None:

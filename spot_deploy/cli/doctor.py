@@ -50,6 +50,4 @@ def _show(report: dict[str, Any]) -> None:
     for left in report["leftovers"]:
         click.echo(f"leftover    {left['path']} ({left['bytes'] / 1e6:.1f} MB){', deleted' if left['deleted'] else ''}")
     if any(not left["deleted"] for left in report["leftovers"]):
-        click.echo(
-            "what interrupted runs left is safe to delete when no other run is at work: spot-deploy doctor --clean"
-        )
+        click.echo("these are safe to delete when no other run is at work: spot-deploy doctor --clean")
