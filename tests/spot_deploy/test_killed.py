@@ -61,7 +61,8 @@ def test_killed_at_any_moment(verb, tiny_bundle, tiny_checkpoint, random_order_m
         try:
             assert tokens(output) == wanted
         except SpotDeployError as error:
-            assert error.code == "engine-missing"  # a bundle that was just exported
+            if error.code != "engine-missing":  # a bundle that was just exported has none
+                raise
     assert killed
     assert run(*export)[0] == 0
     assert run(*build)[0] == 0
