@@ -140,14 +140,10 @@ class Runtime:
         manifest = bundle.manifest
         threads = threads or record.threads
         if target is None:
-            role = f"target-{record.layout}"
-            target = backends.open_target(
-                record.backend,
-                bundle.graph_path(role),
-                manifest.graph(role)[1],
-                threads=threads,
-                precision=record.precision,
+            path, signature = bundle.target_graph(
+                record.layout, backends.graph_precision(record.backend, record.precision)
             )
+            target = backends.open_target(record.backend, path, signature, threads=threads, precision=record.precision)
         order = None
         if manifest.speculation.order_model:
             signature = manifest.graph("order")[1]

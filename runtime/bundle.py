@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spot_deploy.engines.contracts import GraphSignature, target_role
 from spot_deploy.engines.errors import SpotDeployError
 from spot_deploy.engines.files import sha256
 from spot_deploy.runtime.manifest import FileEntry, Manifest, read_manifest, to_document
@@ -23,6 +24,27 @@ class Bundle:
 
     def graph_path(self, role: str) -> Path:
         return self.path / self.manifest.graph(role)[0]
+
+    def target_graph(self, layout: str, precision: str) -> tuple[Path, GraphSignature]:
+        """File and signature of a target graph.
+
+        Args:
+            precision: what the graph is written in (see backends.graph_precision).
+
+        Raises:
+            SpotDeployError: the bundle was exported without it.
+        """
+        role = target_role(layout, precision)
+        if role not in self.manifest.graphs:
+            prefix, written = target_role(layout) + "-", sorted(self.manifest.graphs)
+            raise SpotDeployError(
+                "graph-missing",
+                f"the bundle has no {precision} target graph, layout {layout}",
+                seen=", ".join(["f32", *(r.removeprefix(prefix) for r in written if r.startswith(prefix))]),
+                wanted=precision,
+                fix=f"spot-deploy export CHECKPOINT -o BUNDLE --precisions {precision}",
+            )
+        return self.graph_path(role), self.manifest.graph(role)[1]
 
 
 def bundle_id(document: Mapping[str, Any]) -> str:
