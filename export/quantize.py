@@ -6,7 +6,8 @@ below that divides it, at least 16); the operator is com.microsoft MatMulNBits, 
 `int8`: weights symmetric with a scale per output, activations uint8 with one *static* scale per tensor, found at export
 by calibration: QuantizeLinear and DequantizeLinear around Gemm, which backends turn into integer matrix products.
 Weights keep to +-64: processors without VNNI add pairs of uint8 x int8 products in 16 bits, and 2 * 255 * 64 still
-fits, so that sums are exact there too, and the same on every processor.
+fits, so that sums are exact there too, and the same on every processor. What goes into the down projection differs most
+in size from input to input; a factor moved from there into the up projection evens that out (see `even_out`).
 
 The vocabulary head is quantised in int8 only. In int4 it would cause nearly all of the error (on the demo target: root
 mean square .26 of a logit with it, .07 without), and where it is tied to the embedding it costs nothing as it is.
@@ -204,6 +205,29 @@ def round_int8(weight: Array) -> tuple[Array, Array]:
     return np.rint(weight / scales[:, None]).astype(np.int8), scales
 
 
+def even_out(
+    tensors: Mapping[str, torch.Tensor], seen: Mapping[str, Seen]
+) -> tuple[dict[str, torch.Tensor], dict[str, Seen]]:
+    """Divide the outputs of every up projection by factors that the down projection's weights are multiplied by.
+
+    The network stays the same, since silu(gate) * up is linear in up. The factors are halfway between those that make
+    the down projection's inputs equally large and those that make its weights so, as one scale has to serve all inputs
+    (demo target: root mean square error of a logit .080 instead of .099, best token equal in 96 % instead of 94 %).
+    """
+    tensors, seen = dict(tensors), dict(seen)
+    for down in [name for name in seen if name.endswith(".down.weight")]:
+        inputs, up = seen[down], down.removesuffix("down.weight") + "up.weight"
+        weights = tensors[down].abs().amax(0).numpy()
+        factors = np.sqrt(np.maximum(inputs.largest, TINY**0.5) / np.maximum(weights, TINY**0.5))
+        # Where an input or its weights are all but zero in calibration, the ratio means nothing.
+        middle = np.exp(np.log(factors).mean())
+        factors = np.clip(factors / middle, 1e-3, 1e3).astype(np.float32)
+        tensors[down] = tensors[down] * torch.from_numpy(factors)
+        tensors[up] = tensors[up] / torch.from_numpy(factors)[:, None]
+        seen[down] = Seen(inputs.largest / factors, inputs.square / np.square(factors, dtype=np.float64))
+    return tensors, seen
+
+
 def write_graphs(
     precision: str,
     folder: Path,
@@ -227,6 +251,8 @@ def write_graphs(
         SpotDeployError: a size cannot be quantised, or a graph has other linear layers than the decoder.
     """
     parts: dict[str, dict[str, Array]] = {}
+    if precision == "int8":
+        tensors, seen = even_out(tensors, seen)
     for name, inputs in seen.items():
         if name in FLOAT_LAYERS[precision]:
             continue

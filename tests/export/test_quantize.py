@@ -140,6 +140,24 @@ def test_calibration_is_deterministic_and_sees_every_layer(checkpoint, usable, s
         np.testing.assert_array_equal(entry.square, again[name].square)
 
 
+def test_evening_out_keeps_the_network(checkpoint, usable, seen):
+    tensors = checkpoint.tensors()
+    tensors["layers.0.up.weight"][5] *= 50  # an input of the down projection that is much larger than the others
+    graph, signature = graph_of(checkpoint, tensors), checkpoint.decoding.shape.signature()
+    measured = quantize.calibrate(graph, checkpoint.decoding, usable, PROMPTS)
+    even, expected = quantize.even_out(tensors, measured)
+    assert {n for n in tensors if not torch.equal(tensors[n], even[n])} == {
+        f"layers.{i}.{kind}.weight" for i in (0, 1) for kind in ("up", "down")
+    }
+    graphs = (graph, graph_of(checkpoint, even))
+    before, after = (logits(quantize._TracedModule(g, signature), checkpoint.decoding, usable)[0] for g in graphs)
+    np.testing.assert_allclose(after, before, atol=1e-3)
+    again = quantize.calibrate(graphs[1], checkpoint.decoding, usable, PROMPTS)["layers.0.down.weight"]
+    np.testing.assert_allclose(again.largest, expected["layers.0.down.weight"].largest, rtol=1e-3)
+    spread = [np.log(x["layers.0.down.weight"].largest).std() for x in (measured, expected)]
+    assert spread[1] < 0.8 * spread[0]
+
+
 @pytest.mark.parametrize("backend", backends.BACKENDS)
 @pytest.mark.parametrize("layout", ["split", "packed"])
 @pytest.mark.parametrize("precision", WEIGHT_PRECISIONS)
