@@ -9,13 +9,13 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from spot_deploy.engines.contracts import GraphSignature, OrderSession, TargetSession
+from spot_deploy.engines.contracts import WEIGHT_PRECISIONS, GraphSignature, OrderSession, TargetSession
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError, usage_error
 
 _MODULES = {"onnxruntime": "ort", "openvino": "ov"}
 BACKENDS = tuple(_MODULES)
 CPU_BACKENDS = ("onnxruntime", "openvino")  # those that need no GPU
-PRECISIONS = ("f32", "bf16")
+PRECISIONS = ("f32", "bf16", *WEIGHT_PRECISIONS)
 
 
 def _module(backend: str) -> Any:
@@ -83,11 +83,6 @@ def default_layout(backend: str) -> str:
     return "split" if backend in CPU_BACKENDS else "packed"
 
 
-def graph_precision(backend: str, precision: str) -> str:
-    """The precision of the graph that an engine precision opens: CPU backends compute bf16 from the float32 graph."""
-    return "f32" if backend in CPU_BACKENDS and precision in ("f32", "bf16") else precision
-
-
 def choose_targets(backend: str, wanted: tuple[str, ...]) -> tuple[str, ...]:
     """Compute capabilities to compile for; CPU backends have none.
 
@@ -142,6 +137,15 @@ def choose_precision(backend: str, wanted: str | None) -> str:
     return wanted or possible[0]
 
 
+def graph_precision(backend: str, precision: str) -> str:
+    """Which target graph a backend needs to run in a precision (see contracts.GRAPH_PRECISIONS).
+
+    Raises:
+        SpotDeployError: as `require`.
+    """
+    return str(_module(backend).graph_precision(precision))
+
+
 def open_target(
     backend: str, path: Path, signature: GraphSignature, *, threads: int, precision: str, provider: str = "cpu"
 ) -> TargetSession:
@@ -163,10 +167,50 @@ def open_order_model(
 
 
 def default_threads() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return max(1, len(os.sched_getaffinity(0)))
-    return os.cpu_count() or 1
+    """Cores that this process may use: those it may run on, and no more than its control group's quota pays for."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return max(1, cores if quota is None else min(cores, int(quota)))
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """CPUs' worth of time that the control groups of this process allow; None without a limit (or without Linux).
+
+    Version 2 (`cpu.max`) and version 1 (`cpu.cfs_quota_us`); the tightest limit on the way up to the root counts.
+
+    Args:
+        root: of the file tree that holds `proc` and `sys`.
+    """
+    groups = root / "sys/fs/cgroup"
+    limits = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            base = groups
+        elif "cpu" in controllers.split(","):
+            base = next((b for b in (groups / controllers, groups / "cpu") if b.is_dir()), groups)
+        else:
+            continue
+        inside = Path(path.lstrip("/"))
+        # Inside a container the path may be that of the host while the mount shows the container's own group as root.
+        if ".." in inside.parts:
+            inside = Path()
+        for group in (base / part for part in (inside, *inside.parents)):
+            quota, _, period = _read(group / "cpu.max").partition(" ")
+            if not period:
+                quota, period = (_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+            if quota.strip().isdigit() and period.strip().isdigit() and int(quota) and int(period):
+                limits.append(int(quota) / int(period))
+    return min(limits, default=None)
+
+
+def _read(path: Path) -> str:
+    """A file's text; empty where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def processor() -> str:

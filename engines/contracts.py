@@ -45,6 +45,7 @@ LAYOUTS = ("split", "packed")
 # What a target graph is written in. f32 is the reference that every bundle has; int8 and int4 store and multiply the
 # weights of linear layers so, and keep float32 elsewhere.
 GRAPH_PRECISIONS = ("f32", "bf16", "f16", "int8", "int4")
+WEIGHT_PRECISIONS = ("int8", "int4")  # graphs that store weights so, and that a backend runs in float32
 _CACHE_DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 
 

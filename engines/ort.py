@@ -9,7 +9,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from spot_deploy.engines.contracts import Array, GraphSignature, TargetInputs, TargetOutputs
+from spot_deploy.engines.contracts import WEIGHT_PRECISIONS, Array, GraphSignature, TargetInputs, TargetOutputs
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
 
 PROVIDERS = {
@@ -101,8 +101,13 @@ def _loads(library: str) -> bool:
 
 
 def precisions() -> tuple[str, ...]:
-    """What the CPU provider computes in; it has no bfloat16 kernels."""
-    return ("f32",)
+    """What the CPU provider computes in, the default first; it has no bfloat16 kernels."""
+    return ("f32", *WEIGHT_PRECISIONS)
+
+
+def graph_precision(precision: str) -> str:
+    """The target graph that a precision runs: the one written in it."""
+    return precision
 
 
 def _check_precision(precision: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
-from spot_deploy.engines.contracts import Array, GraphSignature, TargetInputs, TargetOutputs
+from spot_deploy.engines.contracts import WEIGHT_PRECISIONS, Array, GraphSignature, TargetInputs, TargetOutputs
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
 
 
@@ -47,15 +48,23 @@ def precisions() -> tuple[str, ...]:
     import openvino
 
     capabilities = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    return ("bf16", "f32") if "BF16" in capabilities else ("f32",)
+    return (*(("bf16",) if "BF16" in capabilities else ()), "f32", *WEIGHT_PRECISIONS)
+
+
+def graph_precision(precision: str) -> str:
+    """The target graph that a precision runs: bfloat16 is computed from the float32 graph."""
+    return "f32" if precision == "bf16" else precision
 
 
 def _compile(path: Path, signature: GraphSignature, threads: int, precision: str, which: str) -> Any:
     import openvino
 
-    # The precision is always explicit: the default is bfloat16 on some processors and float32 on others.
+    hint = "f32" if precision in WEIGHT_PRECISIONS else precision
+    # The precision is always explicit: the default is bfloat16 on some processors and float32 on others. So is the
+    # rounding of activations: by default they become int8 in front of quantised weights, on processors that gain by it.
     settings = {
-        "INFERENCE_PRECISION_HINT": precision,
+        "INFERENCE_PRECISION_HINT": hint,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
         "INFERENCE_NUM_THREADS": threads,
         "NUM_STREAMS": 1,
         "ENABLE_CPU_PINNING": False,
@@ -72,12 +81,13 @@ def _compile(path: Path, signature: GraphSignature, threads: int, precision: str
             fix="export the bundle again; if it stays, report the message",
         ) from error
     taken = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
-    if taken != precision:
+    group = compiled.get_property("DYNAMIC_QUANTIZATION_GROUP_SIZE")
+    if taken != hint or group != 0:
         raise SpotDeployError(
             "engine-precision",
             "OpenVINO took another precision than asked for",
-            seen=taken,
-            wanted=precision,
+            seen=f"{taken}, dynamic quantisation in groups of {group}",
+            wanted=f"{hint}, no dynamic quantisation",
             fix="build-engine --precision f32",
             exit_code=ENVIRONMENT,
         )
@@ -92,45 +102,63 @@ def _compile(path: Path, signature: GraphSignature, threads: int, precision: str
     return compiled
 
 
-class _PerThread:
-    """A compiled model with one inference request per thread: a request may not be shared."""
+class _Requests:
+    """A compiled model with as many inference requests as there are results in use.
+
+    A request's output tensors hold its results until it runs again. Whoever has the results therefore keeps the
+    request; it is used again when nobody has them any more.
+    """
 
     def __init__(self, compiled: Any):
         self._compiled = compiled
-        self._local = threading.local()
+        self._free: list[Any] = []
 
-    def infer(self, feeds: dict[str, Array]) -> Any:
-        """Run; returns the thread's request, whose output tensors hold the results until the next call."""
-        if not hasattr(self._local, "request"):
-            self._local.request = self._compiled.create_infer_request()
-        request = self._local.request
+    def infer(self, feeds: dict[str, Array]) -> _Results:
+        """Run. Safe to call from several threads."""
+        try:
+            request = self._free.pop()
+        except IndexError:
+            request = self._compiled.create_infer_request()
         request.infer(feeds, share_inputs=True, share_outputs=True)
-        return request
+        results = _Results(request)
+        weakref.finalize(results, self._free.append, request).atexit = False
+        return results
+
+
+class _Results:
+    """The output tensors of one run, unchanged for as long as this object lives."""
+
+    def __init__(self, request: Any):
+        self._request = request
+
+    def copy(self, name: str) -> Array:
+        result: Array = self._request.get_tensor(name).data.copy()
+        return result
+
+    def row(self, name: str, index: int) -> Array:
+        """A copy of one row of a tensor."""
+        result: Array = self._request.get_tensor(name).data[index].copy()
+        return result
 
 
 class Target:
     """The target graph on OpenVINO (see contracts.TargetSession)."""
 
     def __init__(self, path: Path, signature: GraphSignature, threads: int, precision: str, provider: str = "cpu"):
-        self._model = _PerThread(_compile(path, signature, threads, precision, "target"))
+        self._model = _Requests(_compile(path, signature, threads, precision, "target"))
         self._past, self._kept = signature.past_names, signature.kept_names
         self._raw = any(t.name == "rest_lse_raw" for t in signature.outputs)
 
     def run(self, inputs: TargetInputs, *, keep: bool) -> TargetOutputs:
-        request = self._model.infer(inputs.feeds(self._past))
-
-        def copy(name: str) -> Array:
-            result: Array = request.get_tensor(name).data.copy()
-            return result
-
-        logits = copy("logits")
+        results = self._model.infer(inputs.feeds(self._past))
         return TargetOutputs(
-            top_logits=copy("top_logits"),
-            top_ids=copy("top_ids"),
-            rest_lse=copy("rest_lse"),
-            rest_lse_raw=copy("rest_lse_raw") if self._raw else None,
-            row=logits.__getitem__,
-            kept=[copy(n) for n in self._kept] if keep else [],
+            top_logits=results.copy("top_logits"),
+            top_ids=results.copy("top_ids"),
+            rest_lse=results.copy("rest_lse"),
+            rest_lse_raw=results.copy("rest_lse_raw") if self._raw else None,
+            # Rows are seldom asked for, and all of them are large: they are fetched where the pass left them.
+            row=functools.partial(results.row, "logits"),
+            kept=[results.copy(n) for n in self._kept] if keep else [],
         )
 
 
@@ -138,9 +166,8 @@ class OrderModel:
     """The order model on OpenVINO (see contracts.OrderSession)."""
 
     def __init__(self, path: Path, signature: GraphSignature, threads: int, precision: str, provider: str = "cpu"):
-        self._model = _PerThread(_compile(path, signature, threads, precision, "order model"))
+        self._model = _Requests(_compile(path, signature, threads, precision, "order model"))
 
     def run(self, features: Array, state_id: Array, depth: Array, masked: Array) -> Array:
         feeds = {"features": features, "state_id": state_id, "depth": depth, "masked": masked}
-        result: Array = self._model.infer(feeds).get_tensor("log_q").data.copy()
-        return result
+        return self._model.infer(feeds).copy("log_q")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,17 @@ import torch
 from jinja2 import TemplateError
 
 from spot_deploy.engines import ort
-from spot_deploy.engines.contracts import FEATURES, LAYOUTS, order_signature
+from spot_deploy.engines.contracts import FEATURES, LAYOUTS, order_signature, target_role
 from spot_deploy.engines.errors import VERIFICATION, SpotDeployError, usage_error
 from spot_deploy.engines.files import sha256, staged_folder, write_json, write_text
-from spot_deploy.export import parity
+from spot_deploy.export import parity, quantize
 from spot_deploy.export.checkpoint import Checkpoint, open_checkpoint
 from spot_deploy.export.decoder import Decoder
 from spot_deploy.export.order_model import load_order_model
 from spot_deploy.export.target_graph import TargetGraph
 from spot_deploy.export.trace import OPSET, WEIGHTS, save_graph, save_weights, trace_order_model, trace_target
 from spot_deploy.runtime.bundle import bundle_id
-from spot_deploy.runtime.manifest import MANIFEST, FileEntry, Manifest, Speculation, is_bundle, to_document
+from spot_deploy.runtime.manifest import MANIFEST, Decoding, FileEntry, Manifest, Speculation, is_bundle, to_document
 from spot_deploy.runtime.text import GOLDEN, GOLDEN_PASS, TEMPLATE, TOKENIZER, Text
 
 GOLDEN_TEXTS = (
@@ -43,6 +43,7 @@ GOLDEN_CHATS = (
         {"role": "user", "content": "Go on with this story: One day a bird sang."},
     ],
 )
+PRECISIONS = quantize.PRECISIONS  # that export can write besides float32
 CARRIED = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "README.md")
 
 
@@ -52,7 +53,7 @@ class ExportOptions:
 
     Attributes:
         parity: `full`, `layers` or `none`.
-        precisions: target graphs to write besides the float32 ones.
+        precisions: target graphs to write besides the float32 ones, of `PRECISIONS`.
         budgets: numbers of drafted states that engines are made for; `budget` is the default one.
         gamma: default mass floor.
     """
@@ -69,6 +70,14 @@ class ExportOptions:
     def __post_init__(self) -> None:
         if self.parity not in parity.MODES:
             raise usage_error("options", f"parity is {self.parity!r}", wanted=", ".join(parity.MODES), fix="choose one")
+        unknown = [p for p in self.precisions if p not in PRECISIONS]
+        if unknown or len(set(self.precisions)) != len(self.precisions):
+            raise usage_error(
+                "options",
+                f"precisions are {', '.join(self.precisions)}",
+                wanted=f"some of {', '.join(PRECISIONS)}, each once; float32 is always written",
+                fix=f"such as --precisions {','.join(PRECISIONS)}",
+            )
         try:
             self.speculation(order_model=True)
         except ValueError as error:
@@ -132,6 +141,15 @@ def export_bundle(
         say(f"parity gates: {options.parity}")
         measured, traces, golden_pass = _run_parity(checkpoint, tensors, stage, options.parity, golden)
         np.savez(stage / GOLDEN_PASS, **vars(golden_pass))
+        if options.precisions:
+            say("calibrating")
+            usable = np.flatnonzero(~checkpoint.banned.numpy())
+            graph = TargetGraph(decoder, checkpoint.banned, "split", shape.raw_confidence)
+            seen = quantize.calibrate(graph, checkpoint.decoding, usable, _golden_prompts(golden, width))
+            for precision in options.precisions:
+                say(f"quantising to {precision}")
+                graphs |= _quantised_graphs(precision, stage, tensors, seen, checkpoint.decoding)
+                measured["measured"] |= parity.against_f32(precision, stage, checkpoint.decoding, usable, traces)
         if order is not None and options.parity != "none":
             measured["measured"] |= _order_parity(order[0], stage / "order.onnx", width)
         traced_by = "native" if options.parity == "full" else "onnxruntime"
@@ -139,6 +157,22 @@ def export_bundle(
         manifest = _manifest(checkpoint, order, options, graphs, measured, named_tokens, stage)
         write_json(stage / MANIFEST, to_document(manifest))
     return manifest
+
+
+def _quantised_graphs(
+    precision: str,
+    stage: Path,
+    tensors: dict[str, torch.Tensor],
+    seen: Mapping[str, quantize.Seen],
+    decoding: Decoding,
+) -> dict[str, Any]:
+    """Write the graphs of a quantised precision; their entries of the manifest."""
+    files = quantize.write_graphs(precision, stage, {x: f"target-{x}.onnx" for x in LAYOUTS}, tensors, seen)
+    signature = decoding.shape.signature(precision).as_dict()
+    return {
+        target_role(layout, precision): {"file": file, "opset": quantize.OPSET, "signature": signature}
+        for layout, file in files.items()
+    }
 
 
 def _order_parity(model: torch.nn.Module, path: Path, width: int) -> dict[str, Any]:
@@ -196,21 +230,24 @@ def _write_texts(checkpoint: Checkpoint, stage: Path) -> tuple[dict[str, Any], d
     return golden, named
 
 
+def _golden_prompts(golden: dict[str, Any], width: int) -> list[list[int]]:
+    """One prompt shorter than a block, one that fills blocks and ends inside one."""
+    short = golden["encodings"][0]["ids"][: max(1, width // 2)]
+    long = (golden["chats"][0]["ids"] if golden["chats"] else short * 9) * 9
+    return [short, long[: 2 * width + width // 3]]
+
+
 def _run_parity(
     checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], stage: Path, mode: str, golden: dict[str, Any]
 ) -> tuple[dict[str, Any], Sequence[parity.Trace], parity.GoldenPass]:
     measured: dict[str, Any] = {}
-    width = checkpoint.decoding.block_width
-    # One prompt shorter than a block, one that fills blocks and ends inside one.
-    short = golden["encodings"][0]["ids"][: max(1, width // 2)]
+    prompts = _golden_prompts(golden, checkpoint.decoding.block_width)
     if mode == "full":
-        long = (golden["chats"][0]["ids"] if golden["chats"] else short * 9) * 9
         graphs = {layout: stage / f"target-{layout}.onnx" for layout in LAYOUTS}
-        prompts = [short, long[: 2 * width + width // 3]]
         measured, traces, golden_pass = parity.full_parity(checkpoint, tensors, graphs, prompts)
     else:
         measured = parity.layer_parity(checkpoint, tensors) if mode == "layers" else {}
-        traces, golden_pass = parity.own_golden(checkpoint, stage / "target-split.onnx", short)
+        traces, golden_pass = parity.own_golden(checkpoint, stage / "target-split.onnx", prompts[0])
     return {"mode": mode, "against": checkpoint.family.name, "measured": measured}, traces, golden_pass
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from spot_deploy.engines import ort
-from spot_deploy.engines.contracts import LAYOUTS, Array, TargetInputs, TargetSession
+from spot_deploy.engines.contracts import LAYOUTS, Array, TargetInputs, TargetSession, target_role
 from spot_deploy.engines.errors import VERIFICATION, SpotDeployError
 from spot_deploy.export.checkpoint import Checkpoint
 from spot_deploy.export.decoder import Decoder, masked_attend
@@ -33,6 +33,7 @@ MODES = ("full", "layers", "none")
 TOLERANCE = 1e-4  # of a logit, float32, for logits up to 10; in proportion above
 TREE_STATES = 9
 TRACE_TOKENS = 48
+ARGMAX_FLOOR = 0.1  # a graph that takes a wrong weight for right agrees about as often as chance
 
 
 @dataclass(frozen=True)
@@ -351,3 +352,69 @@ def layer_parity(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> di
         gate.close(f"layer{layer}.logits", seen, wanted)
         gate.argmax(f"layer{layer}.argmax", seen, wanted)
     return gate.measured
+
+
+def random_states(decoding: Decoding, usable: Array, count: int, seed: int) -> tuple[Array, list[State]]:
+    """A prefix of usable ids, int64 [3 * L] (less where the capacity is small), and partly masked states after it."""
+    rng = np.random.default_rng(seed)
+    width = decoding.block_width
+    block = min(3, decoding.max_positions // width - 1)
+    tokens = rng.choice(usable, (count, width))
+    tokens[rng.random(tokens.shape) < 0.6] = decoding.mask_id
+    tokens[:, 0] = decoding.mask_id
+    return rng.choice(usable, block * width), [State(block, row, decoding.mask_id) for row in tokens]
+
+
+def against_f32(
+    precision: str, folder: Path, decoding: Decoding, usable: Array, traces: Sequence[Trace]
+) -> dict[str, Any]:
+    """What the graphs of a precision compute, beside the float32 graphs, on ONNX Runtime.
+
+    Such a graph computes something else by design, and how much depends on the network; so this measures, and fails
+    only what cannot be meant.
+
+    Args:
+        folder: where the graphs lie, by the names of their layouts.
+        usable: ids that may stand in a state.
+        traces: golden traces.
+
+    Returns:
+        By layout and precision: `logits` (largest difference and cosine) and `argmax` (share of equal ones) on masked
+        positions of random tree states, and for every trace the first commit that differs.
+
+    Raises:
+        SpotDeployError: a logit is not finite, or fewer than ARGMAX_FLOOR of the best tokens are equal (exit code 3).
+    """
+    prefix, states = random_states(decoding, usable, TREE_STATES, 2)
+    measured: dict[str, Any] = {}
+
+    def logits(session: TargetSession) -> Array:
+        target = RequestTarget(session, decoding, 1.0)
+        target.prefill(prefix)
+        return np.stack([head.row(i) for head in target.verify(states, 0) for i in range(len(head.positions))])
+
+    for layout in LAYOUTS:
+        reference = ort.Target(folder / f"{target_role(layout)}.onnx", decoding.shape.signature(), 1)
+        session = ort.Target(
+            folder / f"{target_role(layout, precision)}.onnx", decoding.shape.signature(precision), 1, precision
+        )
+        wanted, seen = logits(reference), logits(session)
+        name, finite = f"{layout}-{precision}", np.isfinite(wanted)
+        if not np.array_equal(np.isfinite(seen), finite):
+            raise _failed(f"{name}.logits", "logits that are not finite", "finite where the float32 graph's are")
+        a, b = wanted[finite].astype(np.float64), seen[finite].astype(np.float64)
+        norms = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
+        cosine = float(a @ b) / norms if norms else 0.0
+        measured[f"{name}.logits"] = {"max_abs": float(np.abs(a - b).max(initial=0.0)), "cosine": cosine}
+        same = wanted.argmax(-1) == seen.argmax(-1)
+        measured[f"{name}.argmax"] = {"rows": len(same), "differ": int((~same).sum()), "agreement": float(same.mean())}
+        if same.mean() < ARGMAX_FLOOR:
+            raise _failed(
+                f"{name}.argmax", f"{same.mean():.1%} of the best tokens equal", f"at least {ARGMAX_FLOOR:.0%}"
+            )
+        for index, trace in enumerate(traces):
+            commits = _onnx_trace(session, decoding, trace)
+            pairs = zip(commits, trace.commits, strict=True)
+            first = next((i for i, (mine, golden) in enumerate(pairs) if mine != golden), None)
+            measured[f"{name}.trace{index}"] = {"commits": len(commits), "first_difference": first}
+    return measured

@@ -124,9 +124,14 @@ def save_weights(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, tupl
 
 
 def save_graph(
-    model: onnx_ir.Model, path: Path, *, external: dict[str, tuple[int, int]] | None = None, prefix: str = ""
+    model: onnx_ir.Model,
+    path: Path,
+    *,
+    external: dict[str, tuple[int, int]] | None = None,
+    prefix: str = "",
+    weights: str = WEIGHTS,
 ) -> None:
-    """Write an ONNX file; initializers named `prefix` + a key of `external` become references into the weights file.
+    """Write an ONNX file; initializers named `prefix` + a key of `external` become references into the file `weights`.
 
     Raises:
         SpotDeployError: a weight is no longer in the graph (the exporter would have computed with it, and kept a copy).
@@ -137,7 +142,7 @@ def save_graph(
         if external is not None and key in external and value.const_value is not None:
             offset, length = external[key]
             value.const_value = onnx_ir.ExternalTensor(
-                location=WEIGHTS,
+                location=weights,
                 offset=offset,
                 length=length,
                 dtype=value.const_value.dtype,
@@ -146,7 +151,7 @@ def save_graph(
                 base_dir=path.parent,
             )
             used.add(external[key])
-    lost = _not_represented(path.parent / WEIGHTS, external or {}, used)
+    lost = _not_represented(path.parent / weights, external or {}, used)
     if lost:
         raise SpotDeployError(
             "trace-weights",

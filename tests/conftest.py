@@ -53,6 +53,17 @@ def tiny_bundle(tiny_checkpoint, random_order_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def quantised_bundle(tiny_checkpoint, random_order_model, tmp_path_factory):
+    """The tiny target with int8 and int4 graphs beside the float32 ones; no engine built. Read only."""
+    from spot_deploy.export.bundle_writer import ExportOptions, export_bundle
+
+    output = tmp_path_factory.mktemp("bundles") / "quantised.spot"
+    options = ExportOptions(budgets=(0, 3, 8), budget=3, parity="none", precisions=("int8", "int4"))
+    export_bundle(tiny_checkpoint, output, order_model=random_order_model, options=options)
+    return output
+
+
+@pytest.fixture(scope="session")
 def demo_bundle(tmp_path_factory):
     """The demo target and order model, exported as the quick start does. Read only."""
     output = tmp_path_factory.mktemp("bundles") / "demo.spot"

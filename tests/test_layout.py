@@ -19,7 +19,7 @@ OWNERS = {
     "transformers": {"export/families.py", "export/bundle_writer.py"},
     "tokenizers": {"runtime/text.py"},
     "jinja2": {"runtime/text.py", "export/bundle_writer.py"},
-    "onnx_ir": {"export/trace.py", "export/summary.py"},
+    "onnx_ir": {"export/trace.py", "export/summary.py", "export/quantize.py"},
 }
 FILES = [p for room in (*ROOMS, "spot_deploy") for p in sorted((ROOT / room).rglob("*.py"))]
 

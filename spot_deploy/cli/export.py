@@ -49,6 +49,12 @@ def require_packages(verb: str, names: tuple[str, ...] = EXPORT_PACKAGES) -> Non
     show_default=True,
     help="Gates against the native transformers class; a failure ends with exit code 3.",
 )
+@click.option(
+    "--precisions",
+    default="",
+    metavar="LIST",
+    help="Target graphs to write besides float32, such as int8,int4: weights of linear layers in 8 or 4 bits.",
+)
 @click.option("--force", is_flag=True, help="Replace a bundle that is already there.")
 @json_option
 def command(
@@ -62,6 +68,7 @@ def command(
     budget: int,
     gamma: float,
     parity: str,
+    precisions: str,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -74,6 +81,7 @@ def command(
         mask_id=mask_id,
         max_positions=max_positions,
         parity=parity,
+        precisions=tuple(p.strip() for p in precisions.split(",") if p.strip()),
         budgets=budgets,
         budget=budget,
         gamma=gamma,

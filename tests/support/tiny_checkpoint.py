@@ -16,10 +16,11 @@ TEMPLATE = (
 )
 
 
-def write_tiny_checkpoint(folder, *, tied=False, shards=False, norms=True, seed=0):
-    """Random weights, drawn wide so that distributions are peaked. Ids 300..319 are unknown to the tokenizer.
+def write_tiny_checkpoint(folder, *, tied=False, shards=False, norms=True, seed=0, **changes):
+    """Random weights, drawn wide so that distributions are peaked. Ids from 300 on are unknown to the tokenizer.
 
-    `norms`: random ones too; else all 1, as in a network that is not trained.
+    `norms`: random ones too; else all 1, as in a network that is not trained. `changes`: other sizes, by their name in
+    the config.
     """
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
@@ -34,12 +35,13 @@ def write_tiny_checkpoint(folder, *, tied=False, shards=False, norms=True, seed=
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 256,
         "tie_word_embeddings": tied,
-    }
+    } | changes
+    spread = (48 / sizes["hidden_size"]) ** 0.5
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() > 1:
-                p.normal_(std=0.25 if "lm_head" not in name else 0.6)
+                p.normal_(std=spread * (0.25 if "lm_head" not in name else 0.6))
             elif norms:
                 p.uniform_(0.7, 1.3)
     model.save_pretrained(folder, max_shard_size="40KB" if shards else "5GB")
