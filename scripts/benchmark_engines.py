@@ -563,6 +563,11 @@ def time_methods(
                 runs[index][repeat].append(method.run(number, condition))
     rows = []
     seconds = [[sum(run.seconds for run in repeat) for repeat in of_method] for of_method in runs]
+    speeds = [
+        [sum(len(run.token_ids) for run in repeat) / s for repeat, s in zip(of_method, times, strict=True)]
+        for of_method, times in zip(runs, seconds, strict=True)
+    ]
+    plain = next((i for i, m in enumerate(methods) if m.budget is None), None)  # in float32
     for index, method in enumerate(methods):
         last, wanted = runs[index][-1], references.get(method.engine, [])
         tokens = sum(len(run.token_ids) for run in last)
@@ -572,9 +577,11 @@ def time_methods(
             "budget": method.budget,
             "tokens": tokens,
             "seconds": spread(seconds[index]),
-            "tokens_per_second": spread([tokens / s for s in seconds[index]]),
+            "tokens_per_second": spread(speeds[index]),
             **{name: sum(getattr(run, name) for run in last) for name in ("passes", "accepted", "commits")},
         }
+        if plain is not None:
+            row["versus_plain_loop"] = spread([a / b for a, b in zip(speeds[index], speeds[plain], strict=True)])
         if method.budget is not None:
             base = next(i for i, m in enumerate(methods) if (m.engine, m.budget) == (method.engine, 0))
             whole = sum(seconds[index])
@@ -680,7 +687,18 @@ def print_decode(console: Console, name: str, part: Mapping[str, Any]) -> None:
         box=None,
         header_style="bold",
     )
-    columns = ("engine", "decoding", "tokens/s", "x draft-free", "passes", "accepted", "target %", "draft %", "host %")
+    columns = (
+        "engine",
+        "decoding",
+        "tokens/s",
+        "x draft-free",
+        "x torch",
+        "passes",
+        "accepted",
+        "target %",
+        "draft %",
+        "host %",
+    )
     for column in (*columns, "oracle bound", "of bound", "same tokens"):
         table.add_column(column, justify="left" if column in columns[:2] else "right")
     for row in part["rows"]:
@@ -699,6 +717,7 @@ def print_decode(console: Console, name: str, part: Mapping[str, Any]) -> None:
             row["method"],
             figure(row["tokens_per_second"], 1),
             figure(row["speedup"], 2) if row.get("budget") else "-",
+            f"{row['versus_plain_loop']['median']:.2f}" if "versus_plain_loop" in row else "-",
             str(row["passes"]),
             str(row["accepted"]),
             *parts,
