@@ -45,12 +45,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from spot_deploy import verification
 from spot_deploy.engines import backends
-from spot_deploy.engines.contracts import GRAPH_PRECISIONS, TargetSession, target_role
+from spot_deploy.engines.contracts import GRAPH_PRECISIONS, TargetSession
 from spot_deploy.engines.errors import SpotDeployError
 from spot_deploy.engines.files import write_json
-from spot_deploy.engines.probe import probe_invariance
-from spot_deploy.engines.record import EngineRecord
+from spot_deploy.engines.record import EngineInputs, EngineRecord
 from spot_deploy.export.bundle_writer import ExportOptions, export_bundle
 from spot_deploy.export.checkpoint import Checkpoint, open_checkpoint
 from spot_deploy.export.decoder import Decoder
@@ -61,7 +61,7 @@ from spot_deploy.runtime.api import Runtime
 from spot_deploy.runtime.bundle import Bundle, open_bundle
 from spot_deploy.runtime.decode import DecodeOptions
 from spot_deploy.runtime.drafters import OracleDrafter
-from spot_deploy.runtime.manifest import Decoding, Manifest
+from spot_deploy.runtime.manifest import Decoding
 from spot_deploy.runtime.noise import Noise
 from spot_deploy.runtime.state import Commit, State
 from spot_deploy.runtime.target import RequestTarget, block_causal
@@ -69,7 +69,6 @@ from spot_deploy.training.prompts import read_prompts
 from spot_deploy.training.replay import Trajectory
 
 PARTS = ("curves", "decode", "torch")
-CPU_BACKENDS = ("onnxruntime", "openvino")
 CURVES = ("half", "all")
 SHOWN = (2, 3, 4, 7, 9, 13, 21)  # columns of the printed curves
 ORACLE_TOP = 32
@@ -167,49 +166,42 @@ def say(text: str) -> None:
 # Engines
 
 
-def choices(manifest: Manifest | None, wanted: Sequence[str], allowed: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """(backend, precision, role of the graph) of every engine that this processor and the bundle's graphs allow.
-
-    `manifest` None stands for a target with a float32 graph only.
-    """
-    for backend in wanted:
-        for precision in GRAPH_PRECISIONS:
-            if allowed and precision not in allowed:
-                continue
-            role = target_role("split", precision)
-            if manifest is None or role not in manifest.graphs:
-                if precision not in ("f32", "bf16"):
-                    continue
-                role = target_role("split")  # bfloat16 is then the backend's own, from the float32 graph
-            try:
-                backends.choose_precision(backend, precision)
-            except SpotDeployError:
-                continue
-            yield backend, precision, role
+def choices(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """(backend, precision) of everything that this processor computes in and that was asked for."""
+    for backend in args.backends:
+        for precision in backends.precisions(backend):
+            if not args.precisions or precision in args.precisions:
+                yield backend, precision
 
 
-def open_engine(bundle: Bundle, backend: str, precision: str, role: str, threads: int, *, probe: bool) -> Engine:
-    """Open an engine of a bundle without touching the engine records in it."""
-    manifest, decoding = bundle.manifest, bundle.manifest.decoding
-    path, signature = bundle.graph_path(role), manifest.graph(role)[1]
-    session = backends.open_target(backend, path, signature, threads=threads, precision=precision)
-    states = 1 + max(manifest.speculation.budgets)
-    found: dict[str, Any] = {"strict": False, "states": 1}
-    if probe:
-        found = probe_invariance(session, decoding.shape, decoding.block_width, decoding.buckets, states)
-    record = EngineRecord(
-        backend=backend,
-        layout="split",
-        precision=precision,
-        threads=threads,
-        bundle_id=manifest.bundle_id,
-        providers=backends.providers(backend),
-        versions=backends.versions(backend),
-        probe=found,
-        smoke={},
-        created_at="",
-    )
-    return Engine(f"{backend} {precision}", precision, session, Runtime.from_bundle(bundle, record, target=session))
+def open_engines(bundle: Bundle, args: argparse.Namespace, *, probe: bool) -> Iterator[tuple[Engine, str]]:
+    """The engines that the bundle's graphs allow, and the roles of those graphs; engine records stay as they are."""
+    manifest = bundle.manifest
+    for backend, precision in choices(args):
+        inputs = EngineInputs(
+            bundle_id=manifest.bundle_id,
+            backend=backend,
+            provider=backends.choose_provider(backend, None),
+            layout="split",
+            precision=precision,
+            threads=args.threads,
+            budgets=manifest.speculation.budgets,
+            requests=1,
+            targets=(),
+            versions=backends.versions(backend),
+        )
+        try:
+            role = bundle.target_role(inputs)
+        except SpotDeployError:
+            continue  # the bundle has no graph of this precision
+        say(f"opening {backend} {precision}" + (" and probing it" if probe else ""))
+        session = bundle.open_target(inputs)
+        found: dict[str, Any] = {"strict": False, "states": 1}
+        if probe:
+            found = verification.invariance(bundle, session, inputs.budgets, inputs.requests)
+        record = EngineRecord(inputs, [], found, None, None, {}, {}, "")
+        runtime = Runtime.from_bundle(bundle, record, target=session)
+        yield Engine(f"{backend} {precision}", precision, session, runtime), role
 
 
 # Random targets
@@ -527,9 +519,10 @@ class PlainLoop:
 def has_bf16() -> bool:
     """Whether the processor multiplies bfloat16 itself; elsewhere torch emulates it, slower than float32."""
     try:
-        return bool(backends.choose_precision("openvino", "bf16"))
-    except SpotDeployError:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
         return False
+    return "amx_bf16" in text or "avx512_bf16" in text
 
 
 def plain_loops(
@@ -803,9 +796,7 @@ def measure_bundle(
     }
     report.document["targets"].append(entry)
     engines = []
-    for backend, precision, role in choices(manifest, args.backends, args.precisions):
-        say(f"{entry['name']}: opening {backend} {precision}" + ("" if random else " and probing it"))
-        engine = open_engine(bundle, backend, precision, role, args.threads, probe=not random)
+    for engine, role in open_engines(bundle, args, probe=not random):
         budget = None if random else engine.runtime.exact_budget
         entry["engines"][engine.name] = {"graph": manifest.graph(role)[0], "probed_exact_budget": budget}
         engines.append(engine)
@@ -874,7 +865,9 @@ def measure_random_curves(report: Report, console: Console, folder: Path, args: 
     report.document["targets"].append(entry)
     budgets = args.budgets or ExportOptions().budgets
     prefix = args.prefix or decoding.buckets[len(decoding.buckets) // 2]
-    for backend, precision, _ in choices(None, args.backends, args.precisions):
+    for backend, precision in choices(args):
+        if backends.graph_precision(backend, precision) != "f32":
+            continue  # no other graph is written here
         name, signature = f"{backend} {precision}", decoding.shape.signature()
         say(f"random {args.random}: opening {name}")
         session = backends.open_target(backend, graph, signature, threads=args.threads, precision=precision)
@@ -911,7 +904,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="where temporary weights go (1.7b: 7 GB)")
     parser.add_argument("--parts", type=_list(str, PARTS), default=list(PARTS), metavar="PART,...")
     parser.add_argument(
-        "--backends", type=_list(str, backends.BACKENDS), default=list(CPU_BACKENDS), metavar="NAME,..."
+        "--backends", type=_list(str, backends.CPU_BACKENDS), default=list(backends.CPU_BACKENDS), metavar="NAME,..."
     )
     parser.add_argument("--precisions", type=_list(str, GRAPH_PRECISIONS), default=[], help="default: all there are")
     parser.add_argument("--threads", type=int, default=backends.default_threads())
