@@ -16,6 +16,7 @@ from spot_deploy.runtime.drafters import Drafter, Round
 from spot_deploy.runtime.head import Head
 from spot_deploy.runtime.noise import Noise
 from spot_deploy.runtime.state import Commit, State
+from spot_deploy.runtime.tree import Node
 
 LOOK_AHEAD = 8
 
@@ -60,21 +61,25 @@ class Trajectory:
 
     def passes(self, drafter: Drafter, budget: int, noise: Noise | None) -> int:
         """NFE with a drafter and budget. `noise`: what the drafter may see (coupled), or None."""
-        count = 0
+        return len(self.blocks) + len(self.rounds(drafter, budget, noise))
+
+    def rounds(self, drafter: Drafter, budget: int, noise: Noise | None) -> list[tuple[int, int]]:
+        """The passes after the openings, as (states verified, drafts accepted); arguments as `passes`."""
+        rounds = []
         for steps in self.blocks:
-            count += 1  # the opening
             anchor = 0
             while anchor < len(steps) - 1:
                 step, root = steps[anchor], steps[anchor + 1].state
-                drafted = set()
+                drafts: list[Node] = []
                 if budget and len(root.masked) > 1:
-                    view = Round(step.state, step.head, step.commit, root, budget, noise)
-                    drafted = {root.after(*node.path).key for node in drafter.draft(view)}
-                count += 1
+                    drafts = drafter.draft(Round(step.state, step.head, step.commit, root, budget, noise))
+                drafted = {root.after(*node.path).key for node in drafts}
                 anchor += 1
+                began = anchor
                 while anchor + 1 < len(steps) and steps[anchor + 1].state.key in drafted:
                     anchor += 1
-        return count
+                rounds.append((1 + len(drafts), anchor - began))
+        return rounds
 
     def coverage(self) -> tuple[int, int]:
         """Stale coverage as (covered, all): of the 8 commits after the root, those whose token is the stale argmax.
