@@ -150,8 +150,8 @@ class OracleDrafter:
         for depth in range(min(view.budget, len(view.root.masked) - 1)):
             commits = view.root.commits + depth
             true = self.trajectory(view.root.block, commits)
-            if true is None:
-                break
+            if true is None or true.position not in row:
+                break  # the end; or, in an engine that is not exact, decoding has left the trajectory
             scores, _ = perturbed(head, view.stale_state, view.noise, commits)
             m = row[true.position]
             ranked = head.ids[m][np.lexsort((head.ids[m], -scores[m]))]

@@ -8,6 +8,7 @@ in near ties within the proven bounds (see runtime.audit).
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,7 +57,7 @@ def golden_pass(bundle: Path) -> dict[str, Array]:
     try:
         with np.load(bundle / GOLDEN_PASS, allow_pickle=False) as file:
             return {name: file[name] for name in ("clean", "states", "top_logits", "top_ids")}
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise SpotDeployError(
             "golden", f"{GOLDEN_PASS} is missing or damaged", seen=str(error)[:200], fix="export the bundle again"
         ) from error
