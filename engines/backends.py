@@ -12,13 +12,14 @@ from typing import Any
 from spot_deploy.engines.contracts import GraphSignature, OrderSession, TargetSession
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError, usage_error
 
-_MODULES = {"onnxruntime": "ort", "openvino": "ov"}
+# Module of this package, or an object in it.
+_MODULES = {"onnxruntime": "ort", "openvino": "ov", "tensorrt-rtx": "trt:RTX", "tensorrt": "trt:FULL"}
 BACKENDS = tuple(_MODULES)
-PRECISIONS = ("f32", "bf16")
+PRECISIONS = ("f32", "bf16", "f16")
 
 
 def _module(backend: str) -> Any:
-    """The module that owns a backend, once it is known that the backend is installed."""
+    """What owns a backend, once it is known that the backend is installed."""
     if backend not in BACKENDS:
         raise usage_error(
             "backend-unknown",
@@ -26,9 +27,11 @@ def _module(backend: str) -> Any:
             wanted=" or ".join(BACKENDS),
             fix=f"choose --backend {BACKENDS[0]}",
         )
-    module = importlib.import_module(f"spot_deploy.engines.{_MODULES[backend]}")
-    module.require()
-    return module
+    name, _, attribute = _MODULES[backend].partition(":")
+    module: Any = importlib.import_module(f"spot_deploy.engines.{name}")
+    owner = getattr(module, attribute) if attribute else module
+    owner.require()
+    return owner
 
 
 def require(backend: str) -> None:
@@ -48,6 +51,11 @@ def versions(backend: str) -> dict[str, str]:
 def providers(backend: str) -> list[str]:
     """What executes inside the backend."""
     return list(_module(backend).providers())
+
+
+def default_layout(backend: str) -> str:
+    """The attention layout that a backend takes unless told otherwise."""
+    return str(_module(backend).LAYOUT)
 
 
 def choose_precision(backend: str, wanted: str | None) -> str:

@@ -12,6 +12,7 @@ from spot_deploy.engines.contracts import Array, GraphSignature, TargetInputs, T
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
 
 PROVIDERS = ("CPUExecutionProvider",)
+LAYOUT = "split"
 _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool", "tensor(float16)": "float16"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import shutil
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import torch
 from jinja2 import TemplateError
 
 from spot_deploy.engines import ort
-from spot_deploy.engines.contracts import FEATURES, LAYOUTS, order_signature
+from spot_deploy.engines.contracts import FEATURES, LAYOUTS, order_signature, target_role
 from spot_deploy.engines.errors import VERIFICATION, SpotDeployError, usage_error
 from spot_deploy.engines.files import sha256, staged_folder, write_json, write_text
 from spot_deploy.export import parity
@@ -22,7 +23,16 @@ from spot_deploy.export.checkpoint import Checkpoint, open_checkpoint
 from spot_deploy.export.decoder import Decoder
 from spot_deploy.export.order_model import load_order_model
 from spot_deploy.export.target_graph import TargetGraph
-from spot_deploy.export.trace import OPSET, WEIGHTS, save_graph, save_weights, trace_order_model, trace_target
+from spot_deploy.export.trace import (
+    HALF_DTYPES,
+    OPSET,
+    WEIGHTS,
+    opset,
+    save_graph,
+    save_weights,
+    trace_order_model,
+    trace_target,
+)
 from spot_deploy.runtime.bundle import bundle_id
 from spot_deploy.runtime.manifest import MANIFEST, FileEntry, Manifest, Speculation, is_bundle, to_document
 from spot_deploy.runtime.text import GOLDEN, TEMPLATE, TOKENIZER, Text
@@ -43,6 +53,7 @@ GOLDEN_CHATS = (
         {"role": "user", "content": "Go on with this story: One day a bird sang."},
     ],
 )
+PRECISIONS = tuple(HALF_DTYPES)  # of target graphs beside the float32 ones
 CARRIED = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "README.md")
 
 
@@ -52,7 +63,7 @@ class ExportOptions:
 
     Attributes:
         parity: `full`, `layers` or `none`.
-        precisions: target graphs to write besides the float32 ones.
+        precisions: target graphs to write besides the float32 ones, some of PRECISIONS.
         budgets: numbers of drafted states that engines are made for; `budget` is the default one.
         gamma: default mass floor.
     """
@@ -69,6 +80,14 @@ class ExportOptions:
     def __post_init__(self) -> None:
         if self.parity not in parity.MODES:
             raise usage_error("options", f"parity is {self.parity!r}", wanted=", ".join(parity.MODES), fix="choose one")
+        if len(set(self.precisions)) < len(self.precisions) or not set(self.precisions) <= set(PRECISIONS):
+            raise usage_error(
+                "options",
+                "these precisions cannot be written",
+                seen=",".join(self.precisions),
+                wanted=f"some of {', '.join(PRECISIONS)}, each once (f32 is always written)",
+                fix=f"--precisions {','.join(PRECISIONS)}",
+            )
         try:
             self.speculation(order_model=True)
         except ValueError as error:
@@ -109,20 +128,31 @@ def export_bundle(
     order = load_order_model(order_model) if order_model is not None else None
     with staged_folder(output, force=force, ours=is_bundle) as stage:
         say("reading the weights")
-        tensors = checkpoint.tensors()
-        offsets = save_weights(tensors, stage / WEIGHTS)
+        stored = checkpoint.stored()
+        places = save_weights(stored, stage / WEIGHTS)
         if checkpoint.spec.tied_head:
-            offsets["head.weight"] = offsets["embed.weight"]
+            places["head.weight"] = places["embed.weight"]
+        tensors = {name: tensor.float() for name, tensor in stored.items()}
+        del stored
         shape, width = checkpoint.decoding.shape, checkpoint.decoding.block_width
         decoder = Decoder(checkpoint.spec)
         decoder.load_state_dict(tensors, strict=not checkpoint.spec.tied_head)
         graphs: dict[str, Any] = {}
-        for layout in LAYOUTS:
-            say(f"tracing the target, layout {layout}")
-            graph = TargetGraph(decoder, checkpoint.banned, layout, shape.raw_confidence)
-            file = f"target-{layout}.onnx"
-            save_graph(trace_target(graph, shape, width), stage / file, external=offsets, prefix="decoder.")
-            graphs[f"target-{layout}"] = {"file": file, "opset": OPSET, "signature": shape.signature().as_dict()}
+
+        def write(precision: str, network: Decoder) -> dict[str, TargetGraph]:
+            """The target graphs of a precision, both layouts: modules by layout, which the parity gates run."""
+            modules = {}
+            for layout in LAYOUTS:
+                role = target_role(layout, precision)
+                say(f"tracing {role}")
+                modules[layout] = TargetGraph(network, checkpoint.banned, layout, shape.raw_confidence)
+                model = trace_target(modules[layout], shape, width, precision)
+                save_graph(model, stage / f"{role}.onnx", external=places, prefix="decoder.", precision=precision)
+                signature = shape.signature(precision).as_dict()
+                graphs[role] = {"file": f"{role}.onnx", "opset": opset(precision), "signature": signature}
+            return modules
+
+        write("f32", decoder)
         if order is not None:
             say("tracing the order model")
             signature = order_signature(width)
@@ -133,6 +163,12 @@ def export_bundle(
         measured, traces = _run_parity(checkpoint, tensors, stage, options.parity, golden)
         if order is not None and options.parity != "none":
             measured["measured"] |= _order_parity(order[0], stage / "order.onnx", width)
+        for precision in options.precisions:
+            modules = write(precision, copy.deepcopy(decoder).to(HALF_DTYPES[precision]))
+            if options.parity != "none":
+                say(f"parity gates: {precision}")
+                files = {layout: stage / f"{target_role(layout, precision)}.onnx" for layout in LAYOUTS}
+                measured["measured"] |= parity.half_parity(checkpoint, decoder, precision, modules, files)
         traced_by = "native" if options.parity == "full" else "onnxruntime"
         write_json(stage / GOLDEN, golden | {"traced_by": traced_by, "traces": [asdict(trace) for trace in traces]})
         manifest = _manifest(checkpoint, order, options, graphs, measured, named_tokens, stage)

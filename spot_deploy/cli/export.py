@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from spot_deploy.cli.common import Budgets, emit, json_option, spinner
+from spot_deploy.cli.common import Budgets, Words, emit, json_option, spinner
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
 
 
@@ -48,6 +48,12 @@ def require_export_packages() -> None:
     show_default=True,
     help="Gates against the native transformers class; a failure ends with exit code 3.",
 )
+@click.option(
+    "--precisions",
+    type=Words(),
+    default="",
+    help="Further target graphs, such as f16,bf16, which TensorRT takes. f32 is always written.",
+)
 @click.option("--force", is_flag=True, help="Replace a bundle that is already there.")
 @json_option
 def command(
@@ -61,6 +67,7 @@ def command(
     budget: int,
     gamma: float,
     parity: str,
+    precisions: tuple[str, ...],
     force: bool,
     as_json: bool,
 ) -> None:
@@ -73,6 +80,7 @@ def command(
         mask_id=mask_id,
         max_positions=max_positions,
         parity=parity,
+        precisions=precisions,
         budgets=budgets,
         budget=budget,
         gamma=gamma,
