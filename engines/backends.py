@@ -9,17 +9,17 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from spot_deploy.engines.contracts import WEIGHT_PRECISIONS, GraphSignature, OrderSession, TargetSession
+from spot_deploy.engines.contracts import GraphSignature, OrderSession, TargetSession
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError, usage_error
 
-_MODULES = {"onnxruntime": "ort", "openvino": "ov"}
+# Module of this package, or an object in it.
+_MODULES = {"onnxruntime": "ort", "openvino": "ov", "tensorrt-rtx": "trt:RTX", "tensorrt": "trt:FULL"}
 BACKENDS = tuple(_MODULES)
 CPU_BACKENDS = ("onnxruntime", "openvino")  # those that need no GPU
-PRECISIONS = ("f32", "bf16", *WEIGHT_PRECISIONS)
 
 
 def _module(backend: str) -> Any:
-    """The module that owns a backend, once it is known that the backend is installed."""
+    """What owns a backend, once it is known that the backend is installed."""
     if backend not in BACKENDS:
         raise usage_error(
             "backend-unknown",
@@ -27,9 +27,11 @@ def _module(backend: str) -> Any:
             wanted=" or ".join(BACKENDS),
             fix=f"choose --backend {BACKENDS[0]}",
         )
-    module = importlib.import_module(f"spot_deploy.engines.{_MODULES[backend]}")
-    module.require()
-    return module
+    name, _, attribute = _MODULES[backend].partition(":")
+    module: Any = importlib.import_module(f"spot_deploy.engines.{name}")
+    owner = getattr(module, attribute) if attribute else module
+    owner.require()
+    return owner
 
 
 def require(backend: str) -> None:
@@ -42,8 +44,9 @@ def require(backend: str) -> None:
 
 
 def versions(backend: str) -> dict[str, str]:
-    """Package versions and the processor, which together decide an engine's last bits."""
-    return dict(_module(backend).versions()) | {"processor": processor()}
+    """What decides an engine's last bits: package versions, and on CPU the processor."""
+    found = dict(_module(backend).versions())
+    return found | ({"processor": processor()} if backend in CPU_BACKENDS else {})
 
 
 def providers(backend: str) -> tuple[str, ...]:
@@ -58,7 +61,18 @@ def precisions(backend: str) -> tuple[str, ...]:
 
 def builds_without_device(backend: str) -> bool:
     """Whether an engine can be compiled where it cannot run."""
+    return backend not in CPU_BACKENDS and bool(_module(backend).ahead_of_time)
+
+
+def compiles(backend: str) -> bool:
+    """Whether a backend compiles engine files; the others open the ONNX file itself."""
     return backend not in CPU_BACKENDS
+
+
+def compile_engine(backend: str, **options: Any) -> dict[str, Any]:
+    """Compile engine files into a folder; arguments, result and errors as `trt.TensorRT.compile`."""
+    facts: dict[str, Any] = _module(backend).compile(**options)
+    return facts
 
 
 def choose_provider(backend: str, wanted: str | None) -> str:
@@ -78,22 +92,20 @@ def choose_provider(backend: str, wanted: str | None) -> str:
     return wanted or possible[0]
 
 
-def default_layout(backend: str) -> str:
-    """Attention layout that a backend takes unless told otherwise."""
-    return "split" if backend in CPU_BACKENDS else "packed"
-
-
 def choose_targets(backend: str, wanted: tuple[str, ...]) -> tuple[str, ...]:
     """Compute capabilities to compile for; CPU backends have none.
 
     Raises:
         SpotDeployError: the backend cannot compile for one of them (exit code 2).
     """
-    if wanted and backend in CPU_BACKENDS:
+    if backend not in CPU_BACKENDS:
+        chosen: tuple[str, ...] = _module(backend).choose_capabilities(wanted)
+        return chosen
+    if wanted:
         raise usage_error(
             "targets", f"{backend} compiles for no compute capability", seen=", ".join(wanted), fix="leave --target out"
         )
-    return wanted
+    return ()
 
 
 def base_memory(backend: str) -> int:
@@ -116,6 +128,11 @@ def require_device(backend: str, provider: str) -> None:
         SpotDeployError: it is not (exit code 4; one sentence says what is missing).
     """
     _module(backend).require_device(provider)
+
+
+def default_layout(backend: str) -> str:
+    """The attention layout that a backend takes unless told otherwise."""
+    return str(_module(backend).LAYOUT)
 
 
 def choose_precision(backend: str, wanted: str | None) -> str:

@@ -111,7 +111,7 @@ def estimate(
     """
     elements = weight_elements(weights)
     rows = max(p.symbols["M"][2] for p in profiles)
-    prefix = max(p.symbols["R"][2] * p.bucket for p in profiles)
+    prefix = max(p.symbols["R"][2] * p.symbols["P"][2] for p in profiles)
     cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * prefix * 4
     memory = base_memory + WEIGHT_COPIES * 4 * elements + LOGIT_COPIES * 4 * rows * shape.vocab + 2 * cache
     artefact = int(artefact_bytes_per_weight * elements)

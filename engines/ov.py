@@ -11,6 +11,8 @@ from typing import Any
 from spot_deploy.engines.contracts import WEIGHT_PRECISIONS, Array, GraphSignature, TargetInputs, TargetOutputs
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
 
+LAYOUT = "split"
+
 
 def require() -> None:
     """Check that OpenVINO is installed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,16 @@ from spot_deploy.export.checkpoint import Checkpoint, open_checkpoint
 from spot_deploy.export.decoder import Decoder
 from spot_deploy.export.order_model import load_order_model
 from spot_deploy.export.target_graph import TargetGraph
-from spot_deploy.export.trace import OPSET, WEIGHTS, save_graph, save_weights, trace_order_model, trace_target
+from spot_deploy.export.trace import (
+    HALF_DTYPES,
+    OPSET,
+    WEIGHTS,
+    opset,
+    save_graph,
+    save_weights,
+    trace_order_model,
+    trace_target,
+)
 from spot_deploy.runtime.bundle import bundle_id
 from spot_deploy.runtime.manifest import MANIFEST, Decoding, FileEntry, Manifest, Speculation, is_bundle, to_document
 from spot_deploy.runtime.text import GOLDEN, GOLDEN_PASS, TEMPLATE, TOKENIZER, Text
@@ -43,7 +53,7 @@ GOLDEN_CHATS = (
         {"role": "user", "content": "Go on with this story: One day a bird sang."},
     ],
 )
-PRECISIONS = quantize.PRECISIONS  # that export can write besides float32
+PRECISIONS = (*HALF_DTYPES, *quantize.PRECISIONS)  # of target graphs besides the float32 ones
 CARRIED = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "README.md")
 
 
@@ -53,7 +63,7 @@ class ExportOptions:
 
     Attributes:
         parity: `full`, `layers` or `none`.
-        precisions: target graphs to write besides the float32 ones, of `PRECISIONS`.
+        precisions: target graphs to write besides the float32 ones, some of PRECISIONS.
         budgets: numbers of drafted states that engines are made for; `budget` is the default one.
         gamma: default mass floor.
     """
@@ -70,13 +80,13 @@ class ExportOptions:
     def __post_init__(self) -> None:
         if self.parity not in parity.MODES:
             raise usage_error("options", f"parity is {self.parity!r}", wanted=", ".join(parity.MODES), fix="choose one")
-        unknown = [p for p in self.precisions if p not in PRECISIONS]
-        if unknown or len(set(self.precisions)) != len(self.precisions):
+        if len(set(self.precisions)) < len(self.precisions) or not set(self.precisions) <= set(PRECISIONS):
             raise usage_error(
                 "options",
-                f"precisions are {', '.join(self.precisions)}",
-                wanted=f"some of {', '.join(PRECISIONS)}, each once; float32 is always written",
-                fix=f"such as --precisions {','.join(PRECISIONS)}",
+                "these precisions cannot be written",
+                seen=",".join(self.precisions),
+                wanted=f"some of {', '.join(PRECISIONS)}, each once (f32 is always written)",
+                fix=f"--precisions {','.join(PRECISIONS)}",
             )
         try:
             self.speculation(order_model=True)
@@ -118,20 +128,31 @@ def export_bundle(
     order = load_order_model(order_model) if order_model is not None else None
     with staged_folder(output, force=force, ours=is_bundle) as stage:
         say("reading the weights")
-        tensors = checkpoint.tensors()
-        offsets = save_weights(tensors, stage / WEIGHTS)
+        stored = checkpoint.stored()
+        places = save_weights(stored, stage / WEIGHTS)
         if checkpoint.spec.tied_head:
-            offsets["head.weight"] = offsets["embed.weight"]
+            places["head.weight"] = places["embed.weight"]
+        tensors = {name: tensor.float() for name, tensor in stored.items()}
+        del stored
         shape, width = checkpoint.decoding.shape, checkpoint.decoding.block_width
         decoder = Decoder(checkpoint.spec)
         decoder.load_state_dict(tensors, strict=not checkpoint.spec.tied_head)
         graphs: dict[str, Any] = {}
-        for layout in LAYOUTS:
-            say(f"tracing the target, layout {layout}")
-            graph = TargetGraph(decoder, checkpoint.banned, layout, shape.raw_confidence)
-            file = f"target-{layout}.onnx"
-            save_graph(trace_target(graph, shape, width), stage / file, external=offsets, prefix="decoder.")
-            graphs[f"target-{layout}"] = {"file": file, "opset": OPSET, "signature": shape.signature().as_dict()}
+
+        def write(precision: str, network: Decoder) -> dict[str, TargetGraph]:
+            """The target graphs of a precision, both layouts: modules by layout, which the parity gates run."""
+            modules = {}
+            for layout in LAYOUTS:
+                role = target_role(layout, precision)
+                say(f"tracing {role}")
+                modules[layout] = TargetGraph(network, checkpoint.banned, layout, shape.raw_confidence)
+                model = trace_target(modules[layout], shape, width, precision)
+                save_graph(model, stage / f"{role}.onnx", external=places, prefix="decoder.", precision=precision)
+                signature = shape.signature(precision).as_dict()
+                graphs[role] = {"file": f"{role}.onnx", "opset": opset(precision), "signature": signature}
+            return modules
+
+        write("f32", decoder)
         if order is not None:
             say("tracing the order model")
             signature = order_signature(width)
@@ -141,17 +162,26 @@ def export_bundle(
         say(f"parity gates: {options.parity}")
         measured, traces, golden_pass = _run_parity(checkpoint, tensors, stage, options.parity, golden)
         np.savez(stage / GOLDEN_PASS, **vars(golden_pass))
-        if options.precisions:
+        if order is not None and options.parity != "none":
+            measured["measured"] |= _order_parity(order[0], stage / "order.onnx", width)
+        quantised = [precision for precision in options.precisions if precision in quantize.PRECISIONS]
+        if quantised:
             say("calibrating")
             usable = np.flatnonzero(~checkpoint.banned.numpy())
             graph = TargetGraph(decoder, checkpoint.banned, "split", shape.raw_confidence)
             seen = quantize.calibrate(graph, checkpoint.decoding, usable, _golden_prompts(golden, width))
-            for precision in options.precisions:
+            for precision in quantised:
                 say(f"quantising to {precision}")
                 graphs |= _quantised_graphs(precision, stage, tensors, seen, checkpoint.decoding)
                 measured["measured"] |= parity.against_f32(precision, stage, checkpoint.decoding, usable, traces)
-        if order is not None and options.parity != "none":
-            measured["measured"] |= _order_parity(order[0], stage / "order.onnx", width)
+        for precision in options.precisions:
+            if precision not in HALF_DTYPES:
+                continue
+            modules = write(precision, copy.deepcopy(decoder).to(HALF_DTYPES[precision]))
+            if options.parity != "none":
+                say(f"parity gates: {precision}")
+                files = {layout: stage / f"{target_role(layout, precision)}.onnx" for layout in LAYOUTS}
+                measured["measured"] |= parity.half_parity(checkpoint, decoder, precision, modules, files)
         traced_by = "native" if options.parity == "full" else "onnxruntime"
         write_json(stage / GOLDEN, golden | {"traced_by": traced_by, "traces": [asdict(trace) for trace in traces]})
         manifest = _manifest(checkpoint, order, options, graphs, measured, named_tokens, stage)

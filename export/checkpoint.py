@@ -18,6 +18,7 @@ from spot_deploy.runtime.manifest import Decoding, default_buckets
 from spot_deploy.runtime.text import Text
 
 MAX_POSITIONS, PREFILL_POSITIONS = 32768, 512
+KEPT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FIX = "download the checkpoint again"
 
 
@@ -37,7 +38,11 @@ class Checkpoint:
     banned: torch.Tensor
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All weights in float32 under our names.
+        """All weights in float32 under our names; raises as `stored`."""
+        return {name: tensor.float() for name, tensor in self.stored().items()}
+
+    def stored(self) -> dict[str, torch.Tensor]:
+        """All weights under our names, in the checkpoint's own dtypes: float32, float16 or bfloat16, others as float32.
 
         Raises:
             SpotDeployError: a file or tensor is missing, or a shape does not fit.
@@ -54,7 +59,8 @@ class Checkpoint:
                 with safe_open(file, "pt") as tensors:
                     for name in tensors.keys():  # noqa: SIM118 - not a mapping
                         if name in ours:
-                            found[ours[name]] = tensors.get_tensor(name).float()
+                            tensor = tensors.get_tensor(name)
+                            found[ours[name]] = tensor if tensor.dtype in KEPT_DTYPES else tensor.float()
                         elif not (self.spec.tied_head and name == "lm_head.weight"):
                             unknown.append(name)
             except (OSError, SafetensorError) as error:

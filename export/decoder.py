@@ -156,24 +156,30 @@ class Decoder(nn.Module):
         return x, kept
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits [rows, vocab] of hidden states [rows, hidden]."""
+        """Float32 logits [rows, vocab] of hidden states [rows, hidden].
+
+        The product itself is in the network's dtype, as the published models have it: in float32 the largest matrix
+        would be read at twice the bytes, by kernels several times slower, which Turing GPUs lack altogether.
+        """
         return self.head(self.norm(hidden)).float()
 
 
-def masked_attend(mask: Tensor, past: list[tuple[Tensor, Tensor]] | None = None) -> Attend:
+def masked_attend(mask: Tensor, past: list[tuple[Tensor, Tensor]] | None = None, *, grouped: bool = False) -> Attend:
     """One sequence per row under an explicit additive mask (the `packed` layout, and training).
 
     Args:
         mask: additive [1 or R, 1, N, P + N].
         past: keys and values of the prefix per layer [R, kv_heads, P, head_dim], or None for P = 0.
+        grouped: leave it to the attention operator that several query heads share a key/value head.
     """
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if past is not None:
             k, v = torch.cat((past[layer][0], k), 2), torch.cat((past[layer][1], v), 2)
         groups = q.shape[1] // k.shape[1]
-        if groups > 1:
+        if groups > 1 and not grouped:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1 / math.sqrt(q.shape[-1]))
+        scale, shared = 1 / math.sqrt(q.shape[-1]), groups > 1 and grouped
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared)
 
     return attend

@@ -8,19 +8,29 @@ time in torch (for checkpoints too large to hold twice). A gate that fails stops
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from spot_deploy.engines import ort
-from spot_deploy.engines.contracts import LAYOUTS, Array, TargetInputs, TargetSession, target_role
+from spot_deploy.engines.contracts import (
+    LAYOUTS,
+    Array,
+    GraphSignature,
+    TargetInputs,
+    TargetOutputs,
+    TargetSession,
+    target_role,
+)
 from spot_deploy.engines.errors import VERIFICATION, SpotDeployError
 from spot_deploy.export.checkpoint import Checkpoint
 from spot_deploy.export.decoder import Decoder, masked_attend
+from spot_deploy.export.target_graph import TargetGraph
 from spot_deploy.runtime.decode import DecodeOptions, Figures, decode
 from spot_deploy.runtime.head import Head, summarise
 from spot_deploy.runtime.manifest import Decoding
@@ -31,6 +41,8 @@ from spot_deploy.runtime.target import RequestTarget, block_causal
 
 MODES = ("full", "layers", "none")
 TOLERANCE = 1e-4  # of a logit, float32, for logits up to 10; in proportion above
+# The same for 16-bit graphs: twenty roundings of the largest value (seen: up to ten).
+HALF_TOLERANCES = {"f16": 10 * 20 * 2**-11, "bf16": 10 * 20 * 2**-8}
 TREE_STATES = 9
 TRACE_TOKENS = 48
 ARGMAX_FLOOR = 0.1  # a graph that takes a wrong weight for right agrees about as often as chance
@@ -117,18 +129,81 @@ def load_native(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> tor
     return model.float().eval()
 
 
-class Gate:
-    """Collects what was measured and raises at the first failure."""
+class OwnFloat32:
+    """Our decoder in float32, itself checked against the native class; what 16-bit graphs are compared with."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoint: Checkpoint, decoder: Decoder):
+        self.width, self.decoder = checkpoint.decoding.block_width, decoder
+        self.ban = torch.where(checkpoint.banned, -torch.inf, 0.0)
+
+    def logits(self, tokens: Array) -> Array:
+        """As Native.logits."""
+        with torch.no_grad():
+            hidden, _ = self._forward(tokens)
+            logits = self.decoder.logits(hidden) + self.ban
+            return np.asarray(logits.view(*tokens.shape, -1).numpy())
+
+    def keys_and_values(self, tokens: Array) -> list[Array]:
+        """As Native.keys_and_values."""
+        with torch.no_grad():
+            _, kept = self._forward(tokens[None])
+        return [tensor.numpy() for pair in kept for tensor in pair]
+
+    def _forward(self, tokens: Array) -> Any:
+        length = tokens.shape[1]
+        mask = torch.from_numpy(block_causal(length, self.width))[None, None]
+        positions = torch.arange(length).expand(len(tokens), -1)
+        return self.decoder(torch.from_numpy(tokens), positions, masked_attend(mask))
+
+
+class TorchTarget:
+    """A target graph's module as a session, in torch: what is traced, for dtypes that no engine here computes in."""
+
+    def __init__(self, graph: TargetGraph, signature: GraphSignature):
+        self._graph, self._names = graph.eval(), [t.name for t in signature.outputs]
+        self._past, self._kept = signature.past_names, signature.kept_names
+        self._dtype = graph.decoder.embed.weight.dtype
+
+    def run(self, inputs: TargetInputs, *, keep: bool) -> TargetOutputs:
+        """One pass; keys and values are float32 outside."""
+        feeds = {name: torch.from_numpy(array) for name, array in inputs.feeds(self._past).items()}
+        past = [feeds.pop(name).to(self._dtype) for name in self._past]
+        with torch.no_grad():
+            outputs = self._graph(**feeds, past=past)
+        found = dict(zip(self._names, outputs, strict=True))
+        arrays = {name: (x.float() if name in self._kept else x).numpy() for name, x in found.items()}
+        return TargetOutputs(
+            top_logits=arrays["top_logits"],
+            top_ids=arrays["top_ids"],
+            rest_lse=arrays["rest_lse"],
+            rest_lse_raw=arrays.get("rest_lse_raw"),
+            row=arrays["logits"].__getitem__,
+            kept=[arrays[name] for name in self._kept] if keep else [],
+        )
+
+
+class Gate:
+    """Collects what was measured and raises at the first failure.
+
+    Args:
+        tolerance: of a value up to 10; in proportion above.
+    """
+
+    def __init__(self, tolerance: float = TOLERANCE) -> None:
+        self.tolerance = tolerance
         self.measured: dict[str, Any] = {}
 
-    def close(self, name: str, seen: Array, wanted: Array) -> None:
-        """Elementwise: finite where expected, and close."""
+    def allowed(self, wanted: Array, tolerance: float | None = None) -> float:
+        """What rounding explains, for values of this size."""
+        size = float(np.abs(wanted[np.isfinite(wanted)]).max(initial=0.0))
+        return (tolerance or self.tolerance) * max(1.0, size / 10)
+
+    def close(self, name: str, seen: Array, wanted: Array, tolerance: float | None = None) -> None:
+        """Elementwise: finite where expected, and close; `tolerance` in place of the gate's own."""
         finite = np.isfinite(wanted)
         same = bool(np.array_equal(np.isfinite(seen), finite))
         difference = float(np.abs(seen[finite] - wanted[finite]).max(initial=0.0)) if same else float("nan")
-        allowed = TOLERANCE * max(1.0, float(np.abs(wanted[finite]).max(initial=0.0)) / 10)
+        allowed = self.allowed(wanted, tolerance)
         self.measured[name] = {"max_abs": difference, "allowed": allowed}
         if not difference <= allowed:
             raise _failed(name, f"largest difference {difference:.3g}", f"at most {allowed:.3g}")
@@ -140,7 +215,7 @@ class Gate:
         top = np.sort(wanted.reshape(-1, wanted.shape[-1]), -1)
         margin = (top[:, -1] - top[:, -2])[differs]
         self.measured[name] = {"rows": int(best.size), "differ": len(differs), "margins": margin.tolist()}
-        if (margin > 2 * TOLERANCE).any():
+        if (margin > 2 * self.allowed(wanted)).any():  # either logit may be off
             raise _failed(name, f"{len(differs)} of {best.size} rows differ, margin up to {margin.max():.3g}", "equal")
 
 
@@ -200,7 +275,50 @@ def full_parity(
     return gate.measured, [trace for trace, _ in wanted], golden
 
 
-def _elementwise(gate: Gate, layout: str, native: Native, session: TargetSession, checkpoint: Checkpoint) -> GoldenPass:
+def half_parity(
+    checkpoint: Checkpoint,
+    decoder: Decoder,
+    precision: str,
+    modules: Mapping[str, TargetGraph],
+    graphs: Mapping[str, Path],
+) -> dict[str, Any]:
+    """16-bit graphs against our decoder in float32.
+
+    The traced modules run in torch, in the graphs' own dtype. Float16 files run on ONNX Runtime as well, which has no
+    bfloat16 kernels.
+
+    Args:
+        decoder: in float32.
+        modules: by layout, in the graphs' dtype.
+        graphs: ONNX files by layout.
+
+    Returns:
+        What was measured, under names such as `split-f16.tree.logits` and `split-f16.file.tree.logits`.
+
+    Raises:
+        SpotDeployError: a value is not finite or off by more than HALF_TOLERANCES, or another token leads by more than
+            that explains (exit code 3).
+    """
+    gate = Gate(HALF_TOLERANCES[precision])
+    signature = checkpoint.decoding.shape.signature(precision)
+    reference = OwnFloat32(checkpoint, decoder)
+    for layout, module in modules.items():
+        name = f"{layout}-{precision}"
+        _elementwise(gate, name, reference, TorchTarget(module, signature), checkpoint)
+        if precision == "f16":
+            session = ort.Target(graphs[layout], signature, 1)
+            _elementwise(gate, f"{name}.file", reference, session, checkpoint, np.float16)
+    return gate.measured
+
+
+def _elementwise(
+    gate: Gate,
+    layout: str,
+    native: Native | OwnFloat32,
+    session: TargetSession,
+    checkpoint: Checkpoint,
+    cache: npt.DTypeLike = np.float32,
+) -> GoldenPass:
     decoding = checkpoint.decoding
     width, shape = decoding.block_width, decoding.shape
     clean, states = golden_inputs(checkpoint)
@@ -228,7 +346,7 @@ def _elementwise(gate: Gate, layout: str, native: Native, session: TargetSession
     def full(out: Any, count: int) -> Array:
         return np.stack([out.row(i) for i in range(count)])
 
-    none = [np.zeros((1, shape.kv_heads, bucket, shape.head_dim), np.float32) for _ in range(2 * shape.layers)]
+    none = [np.zeros((1, shape.kv_heads, bucket, shape.head_dim), cache) for _ in range(2 * shape.layers)]
     stored = run(clean[None, :filled], 0, [-1], block_causal(filled, width), none, True)
     for index, (seen, wanted) in enumerate(zip(stored.kept, native.keys_and_values(clean[:filled]), strict=True)):
         gate.close(f"{layout}.prefill.{'kv'[index % 2]}.{index // 2}", seen[0, 0], wanted[0])
@@ -244,11 +362,13 @@ def _elementwise(gate: Gate, layout: str, native: Native, session: TargetSession
     gate.close(f"{layout}.tree.logits", seen, wanted)
     gate.argmax(f"{layout}.tree.argmax", seen, wanted)
     logits, ids, rest, raw = summarise(seen, float(np.float32(0.7)))
-    gate.close(f"{layout}.head.top_logits", tree.top_logits, logits)
-    gate.close(f"{layout}.head.rest_lse", tree.rest_lse, rest)
+    # The head is float32 in every graph.
+    gate.close(f"{layout}.head.top_logits", tree.top_logits, logits, TOLERANCE)
+    gate.close(f"{layout}.head.rest_lse", tree.rest_lse, rest, TOLERANCE)
     if tree.rest_lse_raw is not None:
-        gate.close(f"{layout}.head.rest_lse_raw", tree.rest_lse_raw, raw)
-    gate.close(f"{layout}.head.ids", np.take_along_axis(seen, tree.top_ids, 1), np.take_along_axis(seen, ids, 1))
+        gate.close(f"{layout}.head.rest_lse_raw", tree.rest_lse_raw, raw, TOLERANCE)
+    ours, twin = (np.take_along_axis(seen, chosen, 1) for chosen in (tree.top_ids, ids))
+    gate.close(f"{layout}.head.ids", ours, twin, TOLERANCE)
     golden = GoldenPass(clean[:filled], states, *summarise(wanted, 1.0)[:2])
     one = run(states[:1], filled, [-1], zeros, past, False)
     gate.close(f"{layout}.denoise.logits", full(one, width), wanted[:width])

@@ -21,20 +21,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir
 import torch
+from safetensors import safe_open
 from torch import nn
 
-from spot_deploy.engines.contracts import Array, GraphSignature, TargetInputs, TargetOutputs
+from spot_deploy.engines.contracts import Array
 from spot_deploy.engines.errors import SpotDeployError
-from spot_deploy.export.parity import TRACE_TOKENS, TREE_STATES, random_states
+from spot_deploy.export.parity import TRACE_TOKENS, TREE_STATES, TorchTarget, random_states
 from spot_deploy.export.target_graph import TargetGraph
-from spot_deploy.export.trace import save_graph, save_weights
+from spot_deploy.export.trace import WEIGHTS, save_graph, save_weights
 from spot_deploy.runtime.decode import DecodeOptions, Figures, decode
 from spot_deploy.runtime.manifest import Decoding
 from spot_deploy.runtime.target import RequestTarget
@@ -70,32 +70,6 @@ class Seen:
         """Add rows, float32 [rows, in]."""
         self.largest = np.maximum(self.largest, np.abs(x).max(0, initial=0.0))
         self.square += np.square(x, dtype=np.float64).sum(0)
-
-
-class _TracedModule:
-    """The module that was traced as a target session, in torch."""
-
-    def __init__(self, graph: TargetGraph, signature: GraphSignature):
-        self._graph, self._names = graph.eval(), [t.name for t in signature.outputs]
-        self._kept = signature.kept_names
-
-    def run(self, inputs: TargetInputs, *, keep: bool) -> TargetOutputs:
-        named: dict[str, Any] = {
-            f.name: torch.from_numpy(np.ascontiguousarray(getattr(inputs, f.name)))
-            for f in fields(inputs)
-            if f.name != "past"
-        }
-        with torch.no_grad():
-            outputs = self._graph(**named, past=[torch.from_numpy(p) for p in inputs.past])
-        found = {name: tensor.numpy() for name, tensor in zip(self._names, outputs, strict=True)}
-        return TargetOutputs(
-            found["top_logits"],
-            found["top_ids"],
-            found["rest_lse"],
-            found.get("rest_lse_raw"),
-            found["logits"].__getitem__,
-            [found[name] for name in self._kept] if keep else [],
-        )
 
 
 @contextmanager
@@ -134,7 +108,7 @@ def calibrate(
     Returns:
         By name of the weight in the decoder, such as `layers.0.q.weight`.
     """
-    session = _TracedModule(graph, decoding.shape.signature())
+    session = TorchTarget(graph, decoding.shape.signature())
     options = DecodeOptions(max_new_tokens=TRACE_TOKENS, temperature=1.0, ignore_eos=True, budget=0)
     with _watched(graph.decoder) as seen:
         for index, prompt in enumerate(prompts):
@@ -241,7 +215,8 @@ def write_graphs(
         precision: `int8` or `int4`.
         folder: where the float32 graphs lie, and where the new files go.
         graphs: file names of the float32 graphs by layout.
-        tensors: the decoder's parameters by name, float32; a tied head is not listed.
+        tensors: the decoder's parameters by name, float32; a tied head is not listed. Those that stay are taken from
+            the weights file of the float32 graphs.
         seen: from `calibrate`.
 
     Returns:
@@ -264,7 +239,8 @@ def write_graphs(
             codes, scales = round_int8(weight)
             # Zeros that nothing needs, but without them ONNX Runtime multiplies in float32.
             parts[name] = {precision: codes, "scale": scales, "zero": np.zeros(len(codes), np.int8)}
-    stored = {name: tensor for name, tensor in tensors.items() if name not in parts}
+    with safe_open(folder / WEIGHTS, "pt") as file:  # what stays as it is, in the dtype it came in
+        stored = {name: file.get_tensor(name) for name in tensors if name not in parts}
     for name, part in parts.items():
         stored |= {f"{name}.{kind}": torch.from_numpy(array) for kind, array in part.items()}
     offsets = save_weights(stored, folder / weights_file(precision))
@@ -288,6 +264,8 @@ def _rewrite(
     rounded: dict[str, onnx_ir.Value] = {}  # layers that read the same values share the rounding of them
     for node in [node for node in graph if node.op_type == "Gemm"]:
         x, weight = node.inputs
+        if weight is not None and (cast := weight.producer()) is not None and cast.op_type == "Cast":
+            weight = cast.inputs[0]  # stored in another dtype
         if x is None or x.name is None or weight is None or weight.name is None:
             raise _unexpected("a Gemm without inputs")
         name = weight.name.removeprefix(_PREFIX)
@@ -313,6 +291,8 @@ def _rewrite(
         done.add(name)
     if done != set(parts):
         raise _unexpected("no Gemm for " + ", ".join(sorted(set(parts) - done)[:5]))
+    for cast in [node for node in graph if node.op_type == "Cast" and not node.outputs[0].uses()]:
+        graph.remove(cast, safe=True)
     for key in [key for key, value in graph.initializers.items() if not value.uses()]:
         del graph.initializers[key]
     model.opset_imports[""] = OPSET

@@ -17,7 +17,8 @@ def split_attend(parent: Tensor, own_mask: Tensor, past_len: Tensor, past: Past)
     """Scores against prefix, parent and own segment side by side before one softmax.
 
     The prefix is never expanded over segments, and no row depends on its batch mates, not even in the last bit. Shapes
-    as in engines.contracts.
+    as in engines.contracts. Masks and softmax are in float32 whatever the network's dtype: in float16 the mask would be
+    infinite, and a row of 16-bit weights does not add up to 1.
     """
     requests, segments = parent.shape
     length = own_mask.shape[0]
@@ -42,11 +43,11 @@ def split_attend(parent: Tensor, own_mask: Tensor, past_len: Tensor, past: Past)
             x = x.reshape(requests, kv_heads, segments, rows, x.shape[-1]).transpose(1, 2)
             return x.reshape(requests * segments, kv_heads, rows, x.shape[-1])
 
-        to_past = unmerge(torch.matmul(merge(q), past_k.transpose(2, 3)) + past_mask)
-        to_parent = torch.matmul(q, k[parent_row].transpose(2, 3)) + parent_mask
-        to_own = torch.matmul(q, k.transpose(2, 3)).reshape(-1, heads, length, length) + own_mask
+        to_past = unmerge(torch.matmul(merge(q), past_k.transpose(2, 3)).float() + past_mask)
+        to_parent = torch.matmul(q, k[parent_row].transpose(2, 3)).float() + parent_mask
+        to_own = torch.matmul(q, k.transpose(2, 3)).float().reshape(-1, heads, length, length) + own_mask
         to_own = to_own.reshape(-1, kv_heads, rows, length)
-        weights = torch.softmax(torch.cat((to_past, to_parent, to_own), -1), -1)
+        weights = torch.softmax(torch.cat((to_past, to_parent, to_own), -1), -1).to(q.dtype)
         on_past, on_parent, on_own = weights.split((prefix, length, length), -1)
         context = unmerge(torch.matmul(merge(on_past), past_v))
         context = context + torch.matmul(on_parent, v[parent_row]) + torch.matmul(on_own, v)
@@ -56,7 +57,10 @@ def split_attend(parent: Tensor, own_mask: Tensor, past_len: Tensor, past: Past)
 
 
 def packed_attend(parent: Tensor, own_mask: Tensor, past_len: Tensor, past: Past) -> Attend:
-    """All segments as one sequence under an explicit tree mask, for fused attention kernels."""
+    """All segments as one sequence under an explicit tree mask, for fused attention kernels.
+
+    Fused kernels take the mask in the queries' dtype, and shared key/value heads as they are.
+    """
     requests, segments = parent.shape
     length = own_mask.shape[0]
     prefix = past[0][0].shape[2]
@@ -68,7 +72,12 @@ def packed_attend(parent: Tensor, own_mask: Tensor, past_len: Tensor, past: Past
     tree = tree.expand(requests, segments, length, segments, length).reshape(requests, 1, total, total)
     past_mask = torch.where(torch.arange(prefix)[None] < past_len[:, None], 0.0, MASKED)
     past_mask = past_mask[:, None, None].expand(requests, 1, total, prefix)
-    one_sequence = masked_attend(torch.cat((past_mask, tree), -1), past)
+    mask = torch.cat((past_mask, tree), -1)
+    dtype = past[0][0].dtype
+    least = torch.finfo(dtype).min / 2  # a score is added to it, and the sum must stay finite
+    if least > MASKED:
+        mask = mask.clamp(min=least)
+    one_sequence = masked_attend(mask.to(dtype), past, grouped=dtype != torch.float32)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         def pack(x: Tensor) -> Tensor:  # [R*S, H, Q, D] -> [R, H, S*Q, D]

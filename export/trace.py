@@ -9,6 +9,7 @@ import logging
 import struct
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,30 @@ from spot_deploy.export.order_model import OrderModel
 from spot_deploy.export.target_graph import TargetGraph
 
 OPSET = 20
+# `Attention` and `RMSNormalization` exist from opset 23 on; TensorRT-RTX has no float32 kernel for the former.
+HALF_OPSET = 23
+HALF_DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES = {
+    onnx_ir.DataType.FLOAT: "float32",
+    onnx_ir.DataType.FLOAT16: "float16",
+    onnx_ir.DataType.BFLOAT16: "bfloat16",
+    onnx_ir.DataType.INT64: "int64",
+    onnx_ir.DataType.BOOL: "bool",
+}
+_STORED = {
+    "F32": onnx_ir.DataType.FLOAT,
+    "F16": onnx_ir.DataType.FLOAT16,
+    "BF16": onnx_ir.DataType.BFLOAT16,
+    "I8": onnx_ir.DataType.INT8,
+    "U8": onnx_ir.DataType.UINT8,
+}
+_TORCH = {
+    onnx_ir.DataType.FLOAT: torch.float32,
+    onnx_ir.DataType.FLOAT16: torch.float16,
+    onnx_ir.DataType.BFLOAT16: torch.bfloat16,
+    onnx_ir.DataType.INT8: torch.int8,
+    onnx_ir.DataType.UINT8: torch.uint8,
+}
 WEIGHTS = "weights.safetensors"
 
 
@@ -40,11 +65,18 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def trace_target(graph: TargetGraph, shape: TargetShape, block_width: int) -> onnx_ir.Model:
-    """Trace the target graph with every symbol of the contract free."""
-    signature = shape.signature()
+def opset(precision: str) -> int:
+    """The opset of a graph of this precision."""
+    return HALF_OPSET if precision in HALF_DTYPES else OPSET
+
+
+def trace_target(graph: TargetGraph, shape: TargetShape, block_width: int, precision: str = "f32") -> onnx_ir.Model:
+    """Trace the target graph with every symbol of the contract free; the decoder is in `precision` already."""
+    signature = shape.signature(precision)
     requests, segments, length, prefix = 2, 3, block_width, 2 * block_width
-    past = [torch.zeros(requests, shape.kv_heads, prefix, shape.head_dim) for _ in range(2 * shape.layers)]
+    dtype = HALF_DTYPES.get(precision, torch.float32)
+    sizes = (requests, shape.kv_heads, prefix, shape.head_dim)
+    past = [torch.zeros(sizes, dtype=dtype) for _ in range(2 * shape.layers)]
     example: dict[str, Any] = {
         "input_ids": torch.zeros(requests, segments, length, dtype=torch.int64),
         "position_base": torch.zeros(requests, segments, dtype=torch.int64),
@@ -65,7 +97,7 @@ def trace_target(graph: TargetGraph, shape: TargetShape, block_width: int) -> on
             dynamic.setdefault("past", []).append(axes)
         else:
             dynamic[spec.name] = axes
-    return _trace(graph, example, dynamic, signature)
+    return _trace(graph, example, dynamic, signature, opset(precision))
 
 
 def trace_order_model(model: OrderModel, signature: GraphSignature) -> onnx_ir.Model:
@@ -78,11 +110,11 @@ def trace_order_model(model: OrderModel, signature: GraphSignature) -> onnx_ir.M
         "masked": torch.ones(states, length, dtype=torch.bool),  # type: ignore[arg-type]
     }
     count = Dim("N", min=1, max=512)
-    return _trace(model, example, {name: {0: count} for name in example}, signature)
+    return _trace(model, example, {name: {0: count} for name in example}, signature, OPSET)
 
 
 def _trace(
-    module: torch.nn.Module, example: dict[str, Any], dynamic: dict[str, Any], signature: GraphSignature
+    module: torch.nn.Module, example: dict[str, Any], dynamic: dict[str, Any], signature: GraphSignature, version: int
 ) -> onnx_ir.Model:
     with torch.no_grad(), _quiet():
         program = torch.onnx.export(
@@ -91,7 +123,7 @@ def _trace(
             kwargs=example,
             dynamo=True,
             dynamic_shapes=dynamic,
-            opset_version=OPSET,
+            opset_version=version,
             input_names=[t.name for t in signature.inputs],
             output_names=[t.name for t in signature.outputs],
             verbose=False,
@@ -101,7 +133,7 @@ def _trace(
     seen = [
         (
             str(v.name),
-            str(v.dtype).lower().replace("float", "float32"),
+            _DTYPES.get(v.dtype, str(v.dtype)) if v.dtype is not None else "",
             tuple(d if isinstance(d, int) else str(d) for d in v.shape or ()),
         )
         for v in [*model.graph.inputs, *model.graph.outputs]
@@ -110,15 +142,30 @@ def _trace(
     return model
 
 
-def save_weights(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, tuple[int, int]]:
-    """Write a safetensors file; returns (offset, length) in bytes of every tensor's raw data inside it."""
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a weight's raw bytes lie in the weights file, and what they are."""
+
+    offset: int
+    length: int
+    dtype: onnx_ir.DataType
+    shape: tuple[int, ...]
+
+
+def save_weights(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, StoredTensor]:
+    """Write a safetensors file; returns where every tensor's raw data lie inside it."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
     return {
-        name: (8 + size + entry["data_offsets"][0], entry["data_offsets"][1] - entry["data_offsets"][0])
+        name: StoredTensor(
+            8 + size + entry["data_offsets"][0],
+            entry["data_offsets"][1] - entry["data_offsets"][0],
+            _STORED[entry["dtype"]],
+            tuple(entry["shape"]),
+        )
         for name, entry in header.items()
     }
 
@@ -127,31 +174,39 @@ def save_graph(
     model: onnx_ir.Model,
     path: Path,
     *,
-    external: dict[str, tuple[int, int]] | None = None,
+    external: dict[str, StoredTensor] | None = None,
     prefix: str = "",
+    precision: str = "f32",
     weights: str = WEIGHTS,
 ) -> None:
     """Write an ONNX file; initializers named `prefix` + a key of `external` become references into the file `weights`.
 
+    Where the stored dtype is not the graph's, a Cast follows the reference: the bytes are never written a second time.
+
     Raises:
         SpotDeployError: a weight is no longer in the graph (the exporter would have computed with it, and kept a copy).
     """
-    used: set[tuple[int, int]] = set()
-    for name, value in model.graph.initializers.items():
+    used: set[StoredTensor] = set()
+    for name, value in list(model.graph.initializers.items()):
         key = name.removeprefix(prefix)
-        if external is not None and key in external and value.const_value is not None:
-            offset, length = external[key]
-            value.const_value = onnx_ir.ExternalTensor(
-                location=weights,
-                offset=offset,
-                length=length,
-                dtype=value.const_value.dtype,
-                shape=onnx_ir.Shape(value.const_value.shape.numpy()),
-                name=name,
-                base_dir=path.parent,
-            )
-            used.add(external[key])
-    lost = _not_represented(path.parent / weights, external or {}, used)
+        if external is None or key not in external or value.const_value is None:
+            continue
+        place = external[key]
+        reference = onnx_ir.ExternalTensor(
+            location=weights,
+            offset=place.offset,
+            length=place.length,
+            dtype=place.dtype,
+            shape=onnx_ir.Shape(value.const_value.shape.numpy()),
+            name=name,
+            base_dir=path.parent,
+        )
+        if place.dtype == value.const_value.dtype:
+            value.const_value = reference
+        else:
+            _cast(model.graph, value, reference)
+        used.add(place)
+    lost = _not_represented(path.parent / weights, external or {}, used, HALF_DTYPES.get(precision, torch.float32))
     if lost:
         raise SpotDeployError(
             "trace-weights",
@@ -162,19 +217,37 @@ def save_graph(
     onnx_ir.save(model, path)
 
 
-def _not_represented(weights: Path, external: dict[str, tuple[int, int]], used: set[tuple[int, int]]) -> list[str]:
+def _cast(graph: onnx_ir.Graph, value: onnx_ir.Value, reference: onnx_ir.ExternalTensor) -> None:
+    """Put a stored tensor of another dtype in the place of an initializer, and a Cast between it and its users."""
+    name, dtype = reference.name, value.const_value.dtype  # type: ignore[union-attr]
+    del graph.initializers[name]
+    stored = onnx_ir.Value(
+        name=name, shape=reference.shape, type=onnx_ir.TensorType(reference.dtype), const_value=reference
+    )
+    graph.register_initializer(stored)
+    cast = onnx_ir.node("Cast", [stored], {"to": dtype.value}, name=f"cast.{name}")
+    cast.outputs[0].name = f"{name}.{dtype.name.lower()}"
+    cast.outputs[0].shape, cast.outputs[0].type = value.shape, onnx_ir.TensorType(dtype)
+    value.replace_all_uses_with(cast.outputs[0])
+    graph.insert_before(graph[0], cast)
+
+
+def _not_represented(
+    weights: Path, external: dict[str, StoredTensor], used: set[StoredTensor], dtype: torch.dtype
+) -> list[str]:
     """Names of weights that no reference of the graph stands for.
 
     The exporter joins small weights of equal content, such as the norms of a network that is not trained yet; those are
-    represented by each other.
+    represented by each other. What counts is their content in the graph's own `dtype`.
     """
     with weights.open("rb") as file:
 
-        def content(place: tuple[int, int]) -> bytes:
-            file.seek(place[0])
-            return file.read(place[1])
+        def content(place: StoredTensor) -> bytes:
+            file.seek(place.offset)
+            stored = torch.frombuffer(bytearray(file.read(place.length)), dtype=_TORCH[place.dtype])
+            return stored.to(dtype).view(torch.uint8).numpy().tobytes()
 
         missing = {key: place for key, place in external.items() if place not in used}
-        sizes = {length for _, length in missing.values()}
-        present = {content(place) for place in used if place[1] in sizes}
+        shapes = {place.shape for place in missing.values()}
+        present = {content(place) for place in used if place.shape in shapes}
         return sorted(key for key, place in missing.items() if content(place) not in present)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -217,9 +218,40 @@ def make_engine(bundle: Bundle, stage: Path, inputs: EngineInputs, say: Say) -> 
         build={"seconds": 0.0},
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
-    record = _prove(bundle, record, inputs, say)
+    if backends.compiles(inputs.backend):
+        record = _compile(bundle, record, inputs, stage, say)
+    else:
+        record = _prove(bundle, record, inputs, say)
     seconds = round(time.monotonic() - began, 3)
     write_record(stage, replace(record, build=dict(record.build) | {"seconds": seconds, "peak_memory": peak_memory()}))
+
+
+def _compile(bundle: Bundle, record: EngineRecord, inputs: EngineInputs, stage: Path, say: Say) -> EngineRecord:
+    """Compiled engine files of the target and the order model; nothing is proven of them here."""
+    manifest = bundle.manifest
+    limits = engine_limits(manifest, inputs)
+    role = bundle.target_role(inputs)
+    order = manifest.graph("order")[1] if manifest.speculation.order_model else None
+    facts = backends.compile_engine(
+        inputs.backend,
+        target=(role, bundle.graph_path(role), manifest.graph(role)[1]),
+        order=None if order is None else (bundle.graph_path("order"), order),
+        shape=manifest.decoding.shape,
+        limits=limits,
+        folder=stage,
+        capabilities=inputs.targets,
+        timing_caches=timing_caches(),
+        say=say,
+        warn=lambda text: say(f"warning: {text}"),
+    )
+    files = {g["engine"]: {"bytes": g["bytes"], "sha256": g["sha256"]} for g in facts["graphs"].values()}
+    return replace(record, files=files, build={"seconds": 0.0, "compiler": facts})
+
+
+def timing_caches() -> Path:
+    """Where compilers keep what they measured, for all bundles of a user: SPOT_DEPLOY_CACHE, else the cache folder."""
+    base = os.environ.get("SPOT_DEPLOY_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "spot-deploy"
 
 
 def _prove(bundle: Bundle, record: EngineRecord, inputs: EngineInputs, say: Say) -> EngineRecord:

@@ -47,9 +47,9 @@ def random_order_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_bundle(tiny_checkpoint, random_order_model, tmp_path_factory):
-    """Width 8, random weights, random order model, engine built. Read only: copy it to change it."""
+    """Width 8, random weights, random order model, all precisions, engine built. Read only: copy it to change it."""
     output = tmp_path_factory.mktemp("bundles") / "tiny.spot"
-    return build(tiny_checkpoint, random_order_model, output, budgets=(0, 3, 8), budget=3)
+    return build(tiny_checkpoint, random_order_model, output, budgets=(0, 3, 8), budget=3, precisions=("f16", "bf16"))
 
 
 @pytest.fixture(scope="session")

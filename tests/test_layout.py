@@ -16,6 +16,8 @@ ROOMS = {
 OWNERS = {
     "onnxruntime": {"engines/ort.py"},
     "openvino": {"engines/ov.py"},
+    "tensorrt": {"engines/trt.py"},
+    "tensorrt_rtx": {"engines/trt.py"},
     "transformers": {"export/families.py", "export/bundle_writer.py"},
     "tokenizers": {"runtime/text.py"},
     "jinja2": {"runtime/text.py", "export/bundle_writer.py"},
@@ -50,6 +52,19 @@ def test_imports_follow_the_table(path):
         if room == "engines":
             third_party = {"numpy", "onnxruntime", "openvino"} & {top} or top in ("spot_deploy", "__future__")
             assert third_party or top in __import__("sys").stdlib_module_names, f"{relative} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_no_owned_package_is_imported_by_a_name_in_a_string(path):
+    """engines/trt.py imports what it is given, so that one piece of code serves two packages; nothing else may."""
+    calls = [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Call)]
+    names = [ast.unparse(n.args[0]) for n in calls if ast.unparse(n.func).endswith("import_module")]
+    relative = path.relative_to(ROOT).as_posix()
+    assert (
+        all(name == "self._package" for name in names)
+        if relative == "engines/trt.py"
+        else not {owned for owned in OWNERS for name in names if owned in name}
+    )
 
 
 def test_no_package_files_under_tests():

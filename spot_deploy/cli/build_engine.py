@@ -151,16 +151,12 @@ def _show_plan(plan: Plan, bundle: Path, *, whole: bool) -> None:
 
 
 def _show_profiles(profiles: list[dict[str, Any]]) -> None:
-    """Least, best and largest of every free size; profiles that differ in the prefix alone share a row."""
+    """Least, best and largest of every free size."""
     from rich.table import Table
 
-    meaning = {"R": "requests", "S": "states", "Q": "positions", "M": "rows"}
-    rows: dict[tuple[str, ...], list[str]] = {}
+    meaning = {"R": "requests", "S": "states", "Q": "positions", "P": "prefix", "M": "rows"}
+    table = Table("profile", *meaning.values(), box=None, header_style="bold")
     for profile in profiles:
         sizes = [list(profile["symbols"][symbol]) for symbol in meaning]
-        cells = [str(a) if a == c else f"{a}-{c}, best {b}" for a, b, c in sizes]
-        rows.setdefault((profile["role"], *cells), []).append(str(profile["bucket"]))
-    table = Table("profile", *meaning.values(), "one for each prefix size", box=None, header_style="bold")
-    for row, buckets in rows.items():
-        table.add_row(*row, ", ".join(buckets))
+        table.add_row(profile["role"], *(str(a) if a == c else f"{a}-{c}, best {b}" for a, b, c in sizes))
     stderr_console().print(table)

@@ -66,6 +66,17 @@ class Numbers(click.ParamType[tuple[float, ...]]):
             self.fail(f"{value!r} is no list of numbers such as 0,1", param, ctx)
 
 
+class Words(click.ParamType[tuple[str, ...]]):
+    """Comma-separated words."""
+
+    name = "X,X,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(part.strip() for part in str(value).split(",")) if value else ()
+
+
 def emit(document: dict[str, Any]) -> None:
     """One JSON object on stdout."""
     click.echo(json.dumps(document, ensure_ascii=False))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from spot_deploy.cli.common import Budgets, emit, json_option, spinner
+from spot_deploy.cli.common import Budgets, Words, emit, json_option, spinner
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
 
 EXPORT_PACKAGES = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", "onnxruntime")
@@ -51,9 +51,10 @@ def require_packages(verb: str, names: tuple[str, ...] = EXPORT_PACKAGES) -> Non
 )
 @click.option(
     "--precisions",
+    type=Words(),
     default="",
-    metavar="LIST",
-    help="Target graphs to write besides float32, such as int8,int4: weights of linear layers in 8 or 4 bits.",
+    help="Further target graphs: f16, bf16 (for TensorRT); int8, int4 (weights of linear layers, for CPU). f32 is "
+    "always written.",
 )
 @click.option("--force", is_flag=True, help="Replace a bundle that is already there.")
 @json_option
@@ -68,7 +69,7 @@ def command(
     budget: int,
     gamma: float,
     parity: str,
-    precisions: str,
+    precisions: tuple[str, ...],
     force: bool,
     as_json: bool,
 ) -> None:
@@ -81,7 +82,7 @@ def command(
         mask_id=mask_id,
         max_positions=max_positions,
         parity=parity,
-        precisions=tuple(p.strip() for p in precisions.split(",") if p.strip()),
+        precisions=precisions,
         budgets=budgets,
         budget=budget,
         gamma=gamma,

@@ -154,6 +154,8 @@ USAGE = {
     "budgets": ["export", "X", "-o", "Y", "--budgets", "3;8"],
     "budgets-negative": ["eval-drafter", "BUNDLE", "--prompts", "x", "--budgets", "0,-3"],
     "budgets-large": ["export", "X", "-o", "Y", "--budgets", "0,500"],
+    "precisions": ["export", "X", "-o", "Y", "--precisions", "f16,f64"],
+    "precisions-twice": ["export", "X", "-o", "Y", "--precisions", "f16,f16"],
     "gamma-nan": ["export", "X", "-o", "Y", "--gamma", "nan"],
     "compare-nothing": ["run", "BUNDLE", "--prompt", "x", "--budget", "0", "--compare"],
     "prompts-missing": ["record", "BUNDLE", "--prompts", "nothing.jsonl", "-o", "Z"],
