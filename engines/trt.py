@@ -192,7 +192,7 @@ class TensorRT:
         folder: Path,
         **options: Any,
     ) -> dict[str, Any]:
-        """`build` of a bundle's graphs: role, file and signature of the target, and the order model's if there is one."""
+        """`build` of a bundle's graphs: role, file and signature of the target; the order model's, if there is one."""
         jobs = [target_job(*target, shape, limits)]
         if order is not None:
             jobs.append(order_job(*order, limits))

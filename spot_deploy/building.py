@@ -93,7 +93,7 @@ def plan_build(path: Path, options: BuildOptions) -> Plan:
         provider=backends.choose_provider(backend, options.provider),
         layout=options.layout or backends.default_layout(backend),
         precision=backends.choose_precision(backend, options.precision),
-        threads=options.threads or backends.default_threads(),
+        threads=1 if backends.compiles(backend) else options.threads or backends.default_threads(),
         budgets=_budgets(bundle.manifest, options.budgets),
         requests=options.requests,
         targets=backends.choose_targets(backend, options.targets),

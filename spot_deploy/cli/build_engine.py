@@ -97,7 +97,7 @@ def command(
 def describe(record: EngineRecord) -> str:
     """An engine in a line: how it is opened and what was proven."""
     inputs = record.inputs
-    facts = [f"{inputs.layout}, {inputs.precision}, {inputs.threads} threads"]
+    facts = [f"{inputs.layout}, {inputs.precision}" + ("" if inputs.targets else f", {inputs.threads} threads")]
     if inputs.targets:
         facts.append("for " + ", ".join(inputs.targets))
     for name, entry in record.files.items():
