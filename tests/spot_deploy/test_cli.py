@@ -385,3 +385,87 @@ def test_output_may_be_cut_off(tiny_bundle):
     os.close(write)
     assert done.returncode == 1
     assert b"Traceback" not in done.stderr
+
+
+def test_verify(spot, tiny_bundle):
+    shown = spot("verify", tiny_bundle)
+    assert (shown.code, shown.out) == (0, "passed\n")
+    document = json.loads(spot("verify", tiny_bundle, "--backend", "openvino", "--json").out)
+    assert document["passed"]
+    assert [gate["name"] for gate in document["gates"]][-1] == "equality"
+
+
+def test_verify_fails_with_exit_code_3(spot, tiny_bundle, monkeypatch):
+    from spot_deploy import verification
+
+    failed = verification.Gate("argmax", False, "0.0% of 72 rows", {})
+    monkeypatch.setattr(verification, "verify_engine", lambda *a, **k: [failed])
+    shown = spot("verify", tiny_bundle)
+    assert (shown.code, shown.out) == (3, "failed\n")
+    assert "FAIL" in shown.err
+    machine = spot("verify", tiny_bundle, "--json")
+    assert machine.code == 3
+    assert json.loads(machine.out)["passed"] is False
+
+
+def test_doctor_finds_what_is_wrong_and_what_was_left(spot, tiny_copy, monkeypatch):
+    monkeypatch.chdir(tiny_copy.parent)
+    well = spot("doctor", tiny_copy)
+    assert well.code == 0
+    assert "onnxruntime cpu" in well.out
+    assert "NVIDIA" in well.out
+    left = tiny_copy / "engines" / ".staging-x"
+    left.mkdir()
+    (left / "engine.json").write_text("{}")
+    (tiny_copy.parent / ".staging-y").write_text("half")
+    report = json.loads(spot("doctor", "--json").out)
+    assert {entry["path"] for entry in report["leftovers"]} == {str(left), str(tiny_copy.parent / ".staging-y")}
+    assert left.exists()
+    assert spot("doctor", "--clean").code == 0
+    assert not left.exists()
+    assert not (tiny_copy.parent / ".staging-y").exists()
+    assert (tiny_copy / "engines" / "onnxruntime" / "engine.json").exists()
+    (tiny_copy / "engines" / "onnxruntime" / "engine.json").write_text("{")
+    ill = spot("doctor", tiny_copy)
+    assert ill.code == 1
+    assert "FAULT" in ill.out
+    (tiny_copy / "tokenizer.json").write_text("{}")
+    assert spot("doctor", tiny_copy, "--json").code == 1
+
+
+def test_inspect_layers(spot, tiny_bundle):
+    shown = spot("inspect", tiny_bundle, "--layers")
+    assert shown.code == 0
+    assert "nodes of target-split" in shown.out
+    layers = json.loads(spot("inspect", tiny_bundle, "--layers", "--json").out)["layers"]
+    parts = {part["part"]: part for part in layers["target-split"]}
+    assert {"layer 0", "layer 1", "outside the layers"} == set(parts)
+    for name in ("layer 0", "layer 1"):
+        assert parts[name]["operators"]["Gemm"] == 7
+        assert parts[name]["operators"]["Softmax"] == 1
+    assert parts["outside the layers"]["operators"]["TopK"] == 1
+
+
+def test_build_engine_explains_and_rehearses(spot, tiny_copy):
+    before = sorted(tiny_copy.rglob("*"))
+    same = spot("build-engine", tiny_copy, "--threads", 1, "--explain")
+    assert "up to date" in same.out
+    other = spot("build-engine", tiny_copy, "--threads", 2, "--budgets", "3", "--explain")
+    assert other.out.splitlines() == ["changed  threads: 1 -> 2", "changed  budgets: 0,3,8 -> 0,3"]
+    rehearsed = spot("build-engine", tiny_copy, "--threads", 2, "--dry-run")
+    for part in ("memory", "disk", "--threads 2"):
+        assert part in rehearsed.out
+    assert "speculate" in rehearsed.err
+    document = json.loads(spot("build-engine", tiny_copy, "--threads", 2, "--dry-run", "--json").out)
+    assert document["changes"] == ["threads: 1 -> 2"]
+    assert len(document["profiles"]) == 3
+    assert sorted(tiny_copy.rglob("*")) == before
+
+
+@pytest.mark.parametrize("backend", ["tensorrt-rtx", "tensorrt"])
+def test_gpu_backends_say_what_is_missing(spot, tiny_bundle, backend):
+    for verb in (["run", tiny_bundle, "--prompt", "x"], ["verify", tiny_bundle]):
+        result = spot(*verb, "--backend", backend)
+        assert result.code == 4
+        assert result.err.count("Error") == 1
+        assert "fix:" in result.err
