@@ -10,12 +10,12 @@ from spot_deploy import Runtime, SpotDeployError
 from spot_deploy.engines import backends, ort, ov
 from spot_deploy.engines.contracts import WEIGHT_PRECISIONS
 from spot_deploy.engines.probe import probe_invariance
-from spot_deploy.engines.record import EngineRecord
+from spot_deploy.engines.record import EngineInputs, EngineRecord
 from spot_deploy.runtime.bundle import open_bundle
 from spot_deploy.runtime.drafters import OracleDrafter
 from spot_deploy.training.replay import Trajectory
 
-ENGINES = [(backend, precision) for backend in backends.BACKENDS for precision in WEIGHT_PRECISIONS]
+ENGINES = [(backend, precision) for backend in backends.CPU_BACKENDS for precision in WEIGHT_PRECISIONS]
 
 
 @pytest.fixture(scope="module", params=ENGINES, ids="-".join)
@@ -23,26 +23,22 @@ def engine(request, quantised_bundle):
     """A bundle, its record, and an open session."""
     backend, precision = request.param
     bundle = open_bundle(quantised_bundle)
-    path, signature = bundle.target_graph("split", backends.graph_precision(backend, precision))
-    session = backends.open_target(backend, path, signature, threads=1, precision=precision)
+    session = bundle.open_target(inputs(bundle, backend, precision))
     decoding = bundle.manifest.decoding
     probe = probe_invariance(session, decoding.shape, decoding.block_width, decoding.buckets, 9)
     return bundle, record(bundle, backend, precision, probe), session
 
 
+def inputs(bundle, backend, precision):
+    versions = backends.versions(backend)
+    return EngineInputs(bundle.manifest.bundle_id, backend, "cpu", "split", precision, 1, (0, 3, 8), 1, (), versions)
+
+
 def record(bundle, backend, precision, probe):
     return EngineRecord(
-        backend=backend,
-        layout="split",
-        precision=precision,
-        threads=1,
-        bundle_id=bundle.manifest.bundle_id,
-        providers=backends.providers(backend),
-        versions=backends.versions(backend),
-        probe=probe,
-        smoke={},
+        inputs(bundle, backend, precision), profiles=[], probe=probe, smoke=None, audit=None, files={}, build={},
         created_at="",
-    )
+    )  # fmt: skip
 
 
 def test_no_row_depends_on_its_batch_mates(engine):
@@ -81,18 +77,19 @@ def test_engines_of_a_precision_compute_something_else_than_float32(engine, tiny
             )
     assert seen[0].shape == wanted[0].shape
     assert (seen[0] != wanted[0]).any()
-    assert type(session) is (ort.Target if made.backend == "onnxruntime" else ov.Target)
+    assert type(session) is (ort.Target if made.inputs.backend == "onnxruntime" else ov.Target)
 
 
 @pytest.mark.parametrize(("backend", "precision"), ENGINES)
 def test_a_bundle_without_the_graph_says_how_to_get_it(tiny_bundle, backend, precision):
     bundle = open_bundle(tiny_bundle)
     made = record(bundle, backend, precision, {"strict": True, "states": 9})
-    with pytest.raises(SpotDeployError, match=f"no {precision} target graph") as caught:
+    with pytest.raises(SpotDeployError, match=f"no target graph in {precision}") as caught:
         Runtime.from_bundle(bundle, made)
     assert caught.value.code == "graph-missing"
     assert re.search(rf"spot-deploy export .*--precisions {precision}", caught.value.fix)
-    assert caught.value.seen == "f32"
+    assert caught.value.wanted == f"target-split-{precision}"
+    assert caught.value.exit_code == 2
 
 
 def test_which_graph_a_precision_runs():
@@ -106,7 +103,9 @@ def test_which_graph_a_precision_runs():
 @pytest.mark.parametrize("precision", WEIGHT_PRECISIONS)
 def test_openvino_rounds_no_activations_of_its_own(quantised_bundle, precision):
     """Its default is groups of 32, found while running."""
-    path, signature = open_bundle(quantised_bundle).target_graph("split", precision)
+    bundle = open_bundle(quantised_bundle)
+    role = bundle.target_role(inputs(bundle, "openvino", precision))
+    path, signature = bundle.graph_path(role), bundle.manifest.graph(role)[1]
     compiled = ov._compile(path, signature, 1, precision, "target")
     assert compiled.get_property("DYNAMIC_QUANTIZATION_GROUP_SIZE") == 0
     assert compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name() == "f32"
