@@ -19,8 +19,6 @@ from spot_deploy.engines.probe import probe_invariance
 from spot_deploy.engines.record import open_record, record_path
 from spot_deploy.runtime.manifest import read_manifest
 
-CPU_BACKENDS = ("onnxruntime", "openvino")
-
 
 class Leaky:
     """A session whose rows depend on something besides their own state, in the last bits."""
@@ -36,7 +34,7 @@ class Leaky:
         return TargetOutputs(logits, out.top_ids, out.rest_lse, out.rest_lse_raw, out.row, out.kept)
 
 
-@pytest.fixture(scope="module", params=CPU_BACKENDS)
+@pytest.fixture(scope="module", params=backends.CPU_BACKENDS)
 def session(request, tiny_bundle):
     manifest = read_manifest(tiny_bundle)
     file, signature = manifest.graph("target-split")
@@ -266,7 +264,7 @@ def test_toy_target_is_invariant_too():
 
 def test_precision_that_the_processor_lacks_is_an_environment_error(monkeypatch):
     monkeypatch.setattr(ov, "precisions", lambda: ("f32",))
-    for backend in CPU_BACKENDS:
+    for backend in backends.CPU_BACKENDS:
         assert backends.choose_precision(backend, "f32") == backends.choose_precision(backend, None) == "f32"
         with pytest.raises(SpotDeployError, match="bf16") as caught:
             backends.choose_precision(backend, "bf16")
@@ -288,7 +286,7 @@ def test_backends_agree(tiny_bundle):
     from spot_deploy import Runtime
 
     texts = []
-    for backend in CPU_BACKENDS:
+    for backend in backends.CPU_BACKENDS:
         with Runtime.load(tiny_bundle, backend=backend) as runtime:
             result = runtime.generate("the cat sat", max_new_tokens=40, ignore_eos=True, budget=0)
             texts.append(result.token_ids)

@@ -150,7 +150,7 @@ def test_evening_out_keeps_the_network(checkpoint, usable, seen):
         f"layers.{i}.{kind}.weight" for i in (0, 1) for kind in ("up", "down")
     }
     graphs = (graph, graph_of(checkpoint, even))
-    before, after = (logits(quantize._TracedModule(g, signature), checkpoint.decoding, usable)[0] for g in graphs)
+    before, after = (logits(parity.TorchTarget(g, signature), checkpoint.decoding, usable)[0] for g in graphs)
     np.testing.assert_allclose(after, before, atol=1e-3)
     again = quantize.calibrate(graphs[1], checkpoint.decoding, usable, PROMPTS)["layers.0.down.weight"]
     np.testing.assert_allclose(again.largest, expected["layers.0.down.weight"].largest, rtol=1e-3)
@@ -158,7 +158,7 @@ def test_evening_out_keeps_the_network(checkpoint, usable, seen):
     assert spread[1] < 0.8 * spread[0]
 
 
-@pytest.mark.parametrize("backend", backends.BACKENDS)
+@pytest.mark.parametrize("backend", backends.CPU_BACKENDS)
 @pytest.mark.parametrize("layout", ["split", "packed"])
 @pytest.mark.parametrize("precision", WEIGHT_PRECISIONS)
 def test_graph_computes_with_the_dequantised_weights(quantised_bundle, checkpoint, usable, backend, layout, precision):
@@ -182,10 +182,10 @@ def test_graph_computes_with_the_dequantised_weights(quantised_bundle, checkpoin
                 return (torch.clamp(torch.round(args[0] / scale), -128, 127) * scale,)
 
             modules[name].register_forward_pre_hook(rounding)
-    wanted, wanted_past = logits(quantize._TracedModule(graph, signature), checkpoint.decoding, usable)
+    wanted, wanted_past = logits(parity.TorchTarget(graph, signature), checkpoint.decoding, usable)
     found, past = logits(session, checkpoint.decoding, usable)
     float_graph = graph_of(checkpoint, checkpoint.tensors())
-    plain, _ = logits(quantize._TracedModule(float_graph, signature), checkpoint.decoding, usable)
+    plain, _ = logits(parity.TorchTarget(float_graph, signature), checkpoint.decoding, usable)
     cost = np.abs(plain - wanted)
     assert cost.max() > 0.05  # what quantisation costs can be told from what the graphs differ by
     if precision == "int4":

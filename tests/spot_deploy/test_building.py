@@ -171,7 +171,10 @@ def test_profiles_rise_and_hold_what_the_runtime_runs(made, data):
     shape = TargetShape(layers=2, kv_heads=2, head_dim=16, vocab=320, raw_confidence=False)
     made = replace(made, budget=data.draw(st.sampled_from(made.budgets)))
     profiles = target_profiles(made)
-    assert [p.bucket for p in profiles] == [b for b in made.buckets for _ in range(3)]
+    assert [p.role for p in profiles] == ["prefill", "draft-free", "speculate"]
+    for profile in profiles:
+        assert (profile.symbols["P"][0], profile.symbols["P"][2]) == (made.buckets[0], made.buckets[-1])
+        assert profile.symbols["P"][1] in made.buckets
     names = {spec.name for spec in shape.signature().inputs}
     for profile in profiles:
         shapes = profile.shapes(shape)
