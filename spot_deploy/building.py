@@ -249,9 +249,10 @@ def _compile(bundle: Bundle, record: EngineRecord, inputs: EngineInputs, stage: 
 
 
 def timing_caches() -> Path:
-    """Where compilers keep what they measured, for all bundles of a user: SPOT_DEPLOY_CACHE, else the cache folder."""
-    base = os.environ.get("SPOT_DEPLOY_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "spot-deploy"
+    """Where compilers keep what they measured: SPOT_DEPLOY_CACHE, else spot-deploy in the user's cache folder."""
+    if own := os.environ.get("SPOT_DEPLOY_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spot-deploy"
 
 
 def _prove(bundle: Bundle, record: EngineRecord, inputs: EngineInputs, say: Say) -> EngineRecord:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spot_deploy import SpotDeployError, build_engine, building
+from spot_deploy import Runtime, SpotDeployError, build_engine, building
 from spot_deploy.building import BuildOptions, plan_build
 from spot_deploy.child import run_in_child
 from spot_deploy.engines import backends, machine, ort
@@ -319,3 +319,27 @@ def test_an_engine_that_is_not_bit_exact_is_audited(tiny_copy, monkeypatch):
     assert record.audit["violations"] == 0
     assert record.audit["accepted"] >= 100
     assert building.read_record(tiny_copy, "onnxruntime").audit == record.audit
+
+
+def test_a_compiled_engine_is_recorded_and_cannot_run_here(tiny_copy, tmp_path, monkeypatch):
+    """TensorRT for RTX, built for real without a GPU."""
+    monkeypatch.setenv("SPOT_DEPLOY_CACHE", str(tmp_path / "cache"))
+    options = BuildOptions("tensorrt-rtx", precision="bf16", targets=("8.9", "sm120"), budgets=(3,))
+    record, built = build_engine(tiny_copy, options, in_child=True)
+    assert built
+    assert record.inputs.targets == ("sm89", "sm120")
+    assert record.inputs.layout == "packed"
+    assert (record.probe, record.smoke, record.exact) == (None, None, False)
+    assert set(record.files) == {"target-packed-bf16.engine", "order.engine"}
+    folder = tiny_copy / "engines" / "tensorrt-rtx"
+    for name, entry in record.files.items():
+        assert (folder / name).stat().st_size == entry["bytes"]
+    target = record.build["compiler"]["graphs"]["target-packed-bf16"]
+    assert list(target["profiles"]) == ["prefill", "draft-free", "speculate"]
+    assert list((tmp_path / "cache").glob("*.cache"))
+    assert not build_engine(tiny_copy, options)[1]
+    again = replace(options, targets=("8.9",))
+    assert plan_build(tiny_copy, again).changes == ["targets: sm89,sm120 -> sm89"]
+    with pytest.raises(SpotDeployError, match="driver") as caught:
+        Runtime.load(tiny_copy, backend="tensorrt-rtx")
+    assert caught.value.exit_code == 4
