@@ -155,6 +155,11 @@ class StoredTensor:
 def save_weights(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, StoredTensor]:
     """Write a safetensors file; returns where every tensor's raw data lie inside it."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    return stored_tensors(path)
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Where every tensor's raw data lie inside a safetensors file, from its header."""
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(size))

@@ -56,7 +56,7 @@ from spot_deploy.export.checkpoint import Checkpoint, open_checkpoint
 from spot_deploy.export.decoder import Decoder
 from spot_deploy.export.parity import load_native
 from spot_deploy.export.target_graph import TargetGraph
-from spot_deploy.export.trace import WEIGHTS, save_graph, trace_target
+from spot_deploy.export.trace import WEIGHTS, save_graph, stored_tensors, trace_target
 from spot_deploy.runtime.api import Runtime
 from spot_deploy.runtime.bundle import Bundle, open_bundle
 from spot_deploy.runtime.decode import DecodeOptions
@@ -207,11 +207,8 @@ def open_engines(bundle: Bundle, args: argparse.Namespace, *, probe: bool) -> It
 # Random targets
 
 
-def stream_weights(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-    """Write random float32 weights as safetensors, one piece at a time; returns (offset, length) in bytes by name.
-
-    Vectors are norms: all ones.
-    """
+def stream_weights(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Write random float32 weights as safetensors, one piece at a time. Vectors are norms: all ones."""
     rng, at = np.random.default_rng(0), 0
     places: dict[str, tuple[int, int]] = {}
     for name, shape in shapes.items():
@@ -232,7 +229,6 @@ def stream_weights(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
                 piece = rng.standard_normal(count, np.float32) * np.float32(0.02)
                 file.write((piece if len(shape) > 1 else np.ones(count, np.float32)).tobytes())
                 left -= count
-    return {name: (8 + len(text) + start, length) for name, (start, length) in places.items()}
 
 
 def write_settings(folder: Path, size: str, width: int) -> Checkpoint:
@@ -255,7 +251,8 @@ def write_checkpoint(folder: Path, size: str, width: int) -> Checkpoint:
 
 def write_graph(folder: Path, checkpoint: Checkpoint) -> Path:
     """The target graph over streamed weights. What is traced has single numbers stretched to the weights' shapes."""
-    offsets = stream_weights(folder / WEIGHTS, dict(Decoder.shapes(checkpoint.spec)))
+    stream_weights(folder / WEIGHTS, dict(Decoder.shapes(checkpoint.spec)))
+    offsets = stored_tensors(folder / WEIGHTS)
     if checkpoint.spec.tied_head:
         offsets["head.weight"] = offsets["embed.weight"]
     with torch.device("meta"):
