@@ -108,6 +108,11 @@ def choose_targets(backend: str, wanted: tuple[str, ...]) -> tuple[str, ...]:
     return ()
 
 
+def base_disk(backend: str) -> int:
+    """Bytes that a backend writes whatever the target: compiled code and the order model (seen: up to 28 MB)."""
+    return 0 if backend in CPU_BACKENDS else 40 << 20
+
+
 def base_memory(backend: str) -> int:
     """Bytes that a build takes whatever the target, rounded up from what was measured on a tiny one.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from spot_deploy.engines.errors import SpotDeployError
 
-STAGING = ".staging-"
+STAGING = ".spot-deploy-staging-"
 
 
 @contextmanager

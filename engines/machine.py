@@ -59,7 +59,8 @@ def memory_free(root: Path = Path("/")) -> int | None:
         ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
         try:
-            found.append(int((root / limit).read_text()) - int((root / used).read_text()))
+            taken = int((root / used).read_text())
+            found.append(int((root / limit).read_text()) - taken + _page_cache((root / used).parent))
         except (OSError, ValueError):
             continue  # no such cgroup version, or "max"
     return max(0, min(found)) if found else None
@@ -74,6 +75,17 @@ def peak_memory() -> int:
     except (OSError, ValueError):
         pass
     return 0
+
+
+def _page_cache(group: Path) -> int:
+    """Bytes of file contents that the system gives back when a cgroup needs memory; they count as used."""
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+        return next(
+            int(line.split()[1]) for line in lines if line.split()[0] in ("inactive_file", "total_inactive_file")
+        )
+    except (OSError, ValueError, StopIteration, IndexError):
+        return 0
 
 
 def disk_free(path: Path) -> int | None:
@@ -99,6 +111,7 @@ def estimate(
     profiles: Sequence[Profile],
     *,
     base_memory: int,
+    base_disk: int,
     artefact_bytes_per_weight: float,
 ) -> Estimate:
     """What making an engine takes.
@@ -106,7 +119,7 @@ def estimate(
     Args:
         folder: where it will be written.
         weights: the target's weights.
-        base_memory: what a build with this backend takes whatever the target.
+        base_memory, base_disk: what a build with this backend takes whatever the target.
         artefact_bytes_per_weight: of what is written to disk; 0 for backends that open the ONNX file itself.
     """
     elements = weight_elements(weights)
@@ -114,5 +127,5 @@ def estimate(
     prefix = max(p.symbols["R"][2] * p.symbols["P"][2] for p in profiles)
     cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * prefix * 4
     memory = base_memory + WEIGHT_COPIES * 4 * elements + LOGIT_COPIES * 4 * rows * shape.vocab + 2 * cache
-    artefact = int(artefact_bytes_per_weight * elements)
+    artefact = base_disk + int(artefact_bytes_per_weight * elements)
     return Estimate(memory + artefact, memory_free(), artefact + (1 << 20), disk_free(folder))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.metadata
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,16 @@ def require() -> None:
     Raises:
         SpotDeployError: none, or several that overwrite each other (exit code 4).
     """
-    if importlib.util.find_spec("onnxruntime") is None:
+    broken = ""
+    try:
+        importlib.import_module("onnxruntime")
+    except (ImportError, OSError) as error:  # not there, or without the libraries that it loads
+        broken = str(error)
+    if broken:
         raise SpotDeployError(
             "backend-missing",
-            "the backend onnxruntime is not installed",
+            "the backend onnxruntime is not installed, or not whole",
+            seen=broken,
             fix='pip install "spot-deploy[cpu]"',
             exit_code=ENVIRONMENT,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import weakref
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,16 @@ def require() -> None:
     Raises:
         SpotDeployError: it is not (exit code 4).
     """
-    if importlib.util.find_spec("openvino") is None:
+    broken = ""
+    try:
+        importlib.import_module("openvino")
+    except (ImportError, OSError) as error:  # not there, or without the libraries that it loads
+        broken = str(error)
+    if broken:
         raise SpotDeployError(
             "backend-missing",
-            "the backend openvino is not installed",
+            "the backend openvino is not installed, or not whole",
+            seen=broken,
             fix='pip install "spot-deploy[openvino]"',
             exit_code=ENVIRONMENT,
         )

@@ -6,6 +6,7 @@ it, which cannot be inspected without a GPU, so that the record has to tell.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from spot_deploy.engines import backends
 from spot_deploy.engines.contracts import GRAPH_PRECISIONS, LAYOUTS
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
-from spot_deploy.engines.files import read_json, write_json
+from spot_deploy.engines.files import read_json, sha256, write_json
 
 FORMAT = "spot-deploy-engine"
 SCHEMA_VERSION = 2
@@ -57,6 +58,7 @@ class EngineInputs:
             and list(self.budgets) == sorted(set(self.budgets))
             and self.budgets[:1] == (0,),
             f"versions {self.versions!r}": isinstance(self.versions, Mapping),
+            f"targets {self.targets!r}": all(isinstance(target, str) for target in self.targets),
         }
         bad = [text for text, right in checks.items() if not right]
         if bad:
@@ -134,11 +136,13 @@ def record_path(bundle: Path, backend: str) -> Path:
 
 
 def is_engine(folder: Path) -> bool:
-    """Whether `build-engine` wrote a folder, in whatever version."""
+    """Whether `build-engine` wrote a folder, in whatever version; a damaged record counts as one."""
+    if not (folder / RECORD).is_file():
+        return False
     try:
         document = read_json(folder / RECORD, code="engine-record", fix="")
     except SpotDeployError:
-        return False
+        return True
     return isinstance(document, dict) and document.get("format") == FORMAT
 
 
@@ -148,7 +152,7 @@ def write_record(folder: Path, record: EngineRecord) -> None:
 
 
 def build_command(bundle: Path, backend: str) -> str:
-    return f"spot-deploy build-engine {bundle} --backend {backend}"
+    return f"spot-deploy build-engine {shlex.quote(str(bundle))} --backend {backend}"
 
 
 def read_record(bundle: Path, backend: str) -> EngineRecord:
@@ -180,7 +184,18 @@ def read_record(bundle: Path, backend: str) -> EngineRecord:
 
 def _check_results(record: EngineRecord) -> None:
     numbers: list[Any] = [record.build["seconds"]]
+    budgets = record.inputs.budgets
+    if (record.probe is None) != (record.smoke is None) or (record.audit is not None and record.probe is None):
+        raise ValueError("results contradict each other")
+    if record.probe is None and not backends.compiles(record.inputs.backend):
+        raise ValueError("an engine that runs where it is built has no probe")
     if record.probe is not None:
+        if record.probe["strict"] is not (record.probe["unequal"] == 0):
+            raise ValueError("strict contradicts the counts")
+        if record.probe["states"] != max(2, 1 + budgets[-1]):
+            raise ValueError(f"a probe of {record.probe['states']} states for budgets {budgets}")
+        if budgets[1:] and (record.audit is None) is not record.probe["strict"]:
+            raise ValueError("the audit contradicts the probe")
         numbers += [record.probe[name] for name in ("states", "comparisons", "unequal")]
         if type(record.probe["strict"]) is not bool:
             raise ValueError(f"strict is {record.probe['strict']!r}")
@@ -191,8 +206,22 @@ def _check_results(record: EngineRecord) -> None:
     if not all(type(n) in (int, float) and 0 <= n < 2**31 for n in numbers):
         raise ValueError(f"numbers {numbers}")
     for name, entry in record.files.items():
-        if "/" in name or type(entry["bytes"]) is not int or type(entry["sha256"]) is not str:
+        if Path(name).name != name or type(entry["bytes"]) is not int or type(entry["sha256"]) is not str:
             raise ValueError(f"file {name!r}")
+
+
+def damaged_files(folder: Path, record: EngineRecord) -> list[str]:
+    """What is wrong with the compiled files of an engine, a line each: missing, another size, another content."""
+    faults = []
+    for name, entry in record.files.items():
+        path = folder / name
+        if not path.is_file():
+            faults.append(f"{name} is missing")
+        elif path.stat().st_size != entry["bytes"]:
+            faults.append(f"{name} has {path.stat().st_size} bytes, not {entry['bytes']}")
+        elif sha256(path) != entry["sha256"]:
+            faults.append(f"{name} has changed")
+    return faults
 
 
 def open_record(bundle: Path, backend: str, bundle_id: str) -> EngineRecord:
@@ -204,7 +233,6 @@ def open_record(bundle: Path, backend: str, bundle_id: str) -> EngineRecord:
     """
     backends.require(backend)
     record = read_record(bundle, backend)
-    backends.require_device(backend, record.inputs.provider)
     build = build_command(bundle, backend)
     if record.inputs.bundle_id != bundle_id:
         raise SpotDeployError(
@@ -214,6 +242,21 @@ def open_record(bundle: Path, backend: str, bundle_id: str) -> EngineRecord:
             wanted=bundle_id,
             fix=build,
         )
+    if faults := damaged_files(engine_folder(bundle, backend), record):
+        raise SpotDeployError(
+            "engine-damaged", f"the engine for {backend} is damaged", seen="; ".join(faults), fix=build
+        )
+    inputs = record.inputs
+    if inputs.provider not in backends.providers(backend) or inputs.precision not in backends.precisions(backend):
+        raise SpotDeployError(
+            "engine-elsewhere",
+            f"{backend} cannot run this engine here",
+            seen=f"provider {inputs.provider}, precision {inputs.precision}",
+            wanted=f"one of {', '.join(backends.providers(backend))}; one of {', '.join(backends.precisions(backend))}",
+            fix=build,
+            exit_code=ENVIRONMENT,
+        )
+    backends.require_device(backend, inputs.provider)
     installed = backends.versions(backend)
     if dict(record.inputs.versions) != installed:
         raise SpotDeployError(

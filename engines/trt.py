@@ -117,6 +117,7 @@ class TensorRT:
         """
         if importlib.util.find_spec(self._package) is None:
             raise self._missing()
+        self._import()
 
     def _missing(self, seen: str = "") -> SpotDeployError:
         command, note = _INSTALL[self._package]
@@ -425,8 +426,13 @@ class _TimingCache:
         self._key, self._warn = key.encode(), warn
         self._path: Path | None = None
         self._data, self._state = b"", "none"
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            warn(f"there will be no timing cache: {error}")
+            folder = None
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
             self._path = folder / f"timing-{_digest(self._key)[:12].decode()}.cache"
             self._data, self._state = self._read(self._path)
         if self._state in ("damaged", "foreign"):
@@ -462,6 +468,12 @@ class _TimingCache:
 
     def collect(self, config: Any) -> None:
         """Merge what a build has learnt with what others wrote meanwhile, and write it."""
+        try:
+            self._merge(config)
+        except OSError as error:
+            self._warn(f"the timing cache cannot be written: {error}")
+
+    def _merge(self, config: Any) -> None:
         if self._path is None:
             return
         with _deprecated(), _locked(self._path):

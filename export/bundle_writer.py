@@ -125,6 +125,15 @@ def export_bundle(
         mask_id=options.mask_id,
         max_positions=options.max_positions,
     )
+    decoding = checkpoint.decoding
+    if decoding.max_positions < 4 * decoding.block_width:
+        raise usage_error(
+            "capacity",
+            "the target's capacity is too small to check what is exported",
+            seen=f"{decoding.max_positions} positions",
+            wanted=f"four blocks of {decoding.block_width} or more",
+            fix=f"--max-positions {4 * decoding.block_width}",
+        )
     order = load_order_model(order_model) if order_model is not None else None
     with staged_folder(output, force=force, ours=is_bundle) as stage:
         say("reading the weights")

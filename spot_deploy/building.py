@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from spot_deploy.engines.profiles import Limits, Profile, target_profiles
 from spot_deploy.engines.record import (
     EngineInputs,
     EngineRecord,
+    damaged_files,
     engine_folder,
     is_engine,
     read_record,
@@ -108,6 +110,9 @@ def plan_build(path: Path, options: BuildOptions) -> Plan:
         with contextlib.suppress(SpotDeployError):  # damaged or of an older version: what is built now replaces it
             record = read_record(path, backend)
             changes, last = record.inputs.changes(inputs), record.build["seconds"]
+            changes += damaged_files(engine_folder(path, backend), record)
+            if json.dumps(record.profiles) != json.dumps([asdict(profile) for profile in profiles]):
+                changes.append("profiles: others than this version makes")
     return Plan(
         bundle,
         inputs,
@@ -118,6 +123,7 @@ def plan_build(path: Path, options: BuildOptions) -> Plan:
             bundle.manifest.decoding.shape,
             profiles,
             base_memory=backends.base_memory(backend),
+            base_disk=backends.base_disk(backend),
             artefact_bytes_per_weight=backends.artefact_bytes_per_weight(backend, inputs.precision),
         ),
         changes,
@@ -264,7 +270,7 @@ def _prove(bundle: Bundle, record: EngineRecord, inputs: EngineInputs, say: Say)
         verification.require(gate, backend)
     say("comparing states alone and among others")
     probe = verification.invariance(bundle, session, inputs.budgets, inputs.requests)
-    for gate in verification.invariance_gates(probe):
+    for gate in verification.invariance_gates(probe, precision):
         verification.require(gate, backend)
     record = replace(record, probe=probe)
     with Runtime.from_bundle(bundle, record, target=session) as runtime:

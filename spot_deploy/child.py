@@ -20,6 +20,8 @@ from typing import Any
 
 from spot_deploy.engines.errors import FAILURE, SpotDeployError
 
+DEBUG = "SPOT_DEPLOY_DEBUG"  # set by --debug: the child then shows the traceback of a bug
+
 
 def run_in_child(function: str, arguments: dict[str, Any], say: Callable[[str], None]) -> None:
     """Call `function` ("module:name") with keyword arguments and `say`, in a new process.
@@ -99,9 +101,16 @@ def main() -> None:
         send({"done": True})
     except SpotDeployError as error:
         send({"error": error.as_dict() | {"exit_code": error.exit_code}})
-    except Exception:
-        traceback.print_exc()
-        os._exit(1)
+    except OSError as error:
+        what = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
+        fix = "check that path, its permissions and the free disk space"
+        send({"error": SpotDeployError("os-error", what, fix=fix).as_dict() | {"exit_code": FAILURE}})
+    except Exception as error:
+        if os.environ.get(DEBUG):
+            traceback.print_exc()
+        what = f"this is a bug in spot-deploy: {type(error).__name__}: {error}"
+        fix = "run again with --debug before the verb, and report the traceback"
+        send({"error": SpotDeployError("bug", what, fix=fix).as_dict() | {"exit_code": FAILURE}})
     os._exit(0)  # native libraries may wait for their threads at an ordinary exit
 
 

@@ -54,6 +54,8 @@ def cli(debug: bool) -> None:
 
     export a checkpoint to a bundle, build-engine for a backend, run a prompt.
     """
+    if debug:
+        os.environ["SPOT_DEPLOY_DEBUG"] = "1"
 
 
 def main(arguments: list[str] | None = None) -> Any:

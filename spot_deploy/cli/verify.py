@@ -42,6 +42,7 @@ def command(context: click.Context, bundle: Path, backend: str, as_json: bool) -
                 precision=inputs.precision,
                 budgets=inputs.budgets,
                 requests=inputs.requests,
+                strict_before=record.exact,
                 say=lambda step: say(f"verifying {backend}: {step}"),
             )
     passed = all(gate.passed for gate in gates)
