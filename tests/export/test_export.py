@@ -15,6 +15,7 @@ from tiny_checkpoint import write_tiny_checkpoint
 
 from spot_deploy import Runtime, SpotDeployError, build_engine
 from spot_deploy.engines.contracts import TargetShape, order_signature
+from spot_deploy.engines.files import STAGING
 from spot_deploy.export import bundle_writer, parity
 from spot_deploy.export.bundle_writer import ExportOptions, export_bundle
 from spot_deploy.export.checkpoint import open_checkpoint
@@ -176,7 +177,7 @@ def test_existing_output_is_replaced_only_by_force_and_only_if_it_is_a_bundle(ti
     assert (other / "cat.jpg").exists()
     export_bundle(tiny_checkpoint, tiny_copy, order_model=None, options=options, force=True)
     assert read_manifest(tiny_copy).parity["mode"] == "none"
-    assert not list(tmp_path.glob(".staging-*"))
+    assert not list(tmp_path.glob(f"{STAGING}*"))
 
 
 REFUSED = {

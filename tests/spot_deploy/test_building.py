@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 from spot_deploy import Runtime, SpotDeployError, build_engine, building
 from spot_deploy.building import BuildOptions, plan_build
 from spot_deploy.child import run_in_child
+from spot_deploy.diagnosis import diagnose
 from spot_deploy.engines import backends, machine, ort
 from spot_deploy.engines.contracts import TargetShape
 from spot_deploy.engines.files import STAGING
 from spot_deploy.engines.machine import Estimate
 from spot_deploy.engines.profiles import Limits, order_profile, target_profiles
 from spot_deploy.engines.record import EngineInputs, read_record, record_path
+from spot_deploy.runtime.bundle import open_bundle
 
 INPUTS = EngineInputs("b" * 64, "onnxruntime", "cpu", "split", "f32", 1, (0, 3, 8), 1, (), {"onnxruntime": "1"})
 
@@ -204,6 +206,8 @@ def fail(*, kind, say):
         raise SpotDeployError("made-up", "it failed", seen="a", wanted="b", fix="c", exit_code=3)
     if kind == "bug":
         raise ZeroDivisionError
+    if kind == "disk":
+        raise OSError(28, "No space left on device", "x")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -222,12 +226,19 @@ def test_errors_of_the_child_are_the_parents(importable):
     assert said == ["failing"]
 
 
-@pytest.mark.parametrize(("kind", "words"), [("kill", "signal 9"), ("bug", "exit code 1")])
-def test_a_child_that_dies_is_an_error(importable, kind, words):
+def test_a_child_that_is_killed_is_an_error(importable):
     with pytest.raises(SpotDeployError, match="ended before it was done") as caught:
+        run_in_child(importable, {"kind": "kill"}, lambda text: None)
+    assert "signal 9" in caught.value.seen
+    assert "memory" in caught.value.fix
+
+
+@pytest.mark.parametrize(("kind", "code"), [("bug", "bug"), ("disk", "os-error")])
+def test_other_errors_of_the_child_are_told_without_a_traceback(importable, kind, code, capfd):
+    with pytest.raises(SpotDeployError) as caught:
         run_in_child(importable, {"kind": kind}, lambda text: None)
-    assert words in caught.value.seen
-    assert ("memory" in caught.value.fix) == (kind == "kill")
+    assert caught.value.code == code
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def children(pid):
@@ -343,3 +354,79 @@ def test_a_compiled_engine_is_recorded_and_cannot_run_here(tiny_copy, tmp_path, 
     with pytest.raises(SpotDeployError, match="driver") as caught:
         Runtime.load(tiny_copy, backend="tensorrt-rtx")
     assert caught.value.exit_code == 4
+
+
+def test_damaged_engine_files_are_not_up_to_date(tiny_copy, tmp_path, monkeypatch):
+    """Cut short, changed, removed: seen by the plan, by doctor and by whoever opens the engine."""
+    monkeypatch.setenv("SPOT_DEPLOY_CACHE", str(tmp_path / "cache"))
+    options = BuildOptions("tensorrt-rtx", precision="f16", targets=("sm89",), budgets=(3,))
+    build_engine(tiny_copy, options)
+    path = tiny_copy / "engines" / "tensorrt-rtx" / "order.engine"
+    whole = path.read_bytes()
+    for damage, words in ((whole[:-1], "bytes"), (whole[:-1] + b"x", "changed"), (None, "missing")):
+        path.unlink()
+        if damage is not None:
+            path.write_bytes(damage)
+        (line,) = plan_build(tiny_copy, options).changes
+        assert words in line
+        (fault,) = diagnose([tiny_copy], clean=False)["bundles"][0]["faults"]
+        assert "damaged" in fault
+    path.write_bytes(whole)
+    assert plan_build(tiny_copy, options).up_to_date
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": "spot-deploy-engine", "schema_version": 1}'])
+def test_a_damaged_record_is_built_anew(tiny_copy, content):
+    path = record_path(tiny_copy, "onnxruntime")
+    path.write_text(content)
+    if content == "[]":  # valid JSON of something else: not ours to replace
+        with pytest.raises(SpotDeployError, match="already there"):
+            build_engine(tiny_copy, threads=1)
+        return
+    assert build_engine(tiny_copy, threads=1)[1]
+    assert read_record(tiny_copy, "onnxruntime").exact
+
+
+def test_a_timing_cache_that_cannot_be_is_no_reason_to_fail(tiny_copy, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPOT_DEPLOY_CACHE", str(tmp_path / "file" / "x"))
+    said = []
+    options = BuildOptions("tensorrt-rtx", precision="f16", targets=("sm89",), budgets=(3,))
+    assert build_engine(tiny_copy, options, in_child=True, say=said.append)[1]
+    assert any("timing cache" in text for text in said)
+
+
+def test_an_engine_far_off_among_others_is_refused_not_audited(tiny_copy, monkeypatch):
+    real = backends.open_target
+
+    class Reversed:
+        def __init__(self, session):
+            self.session = session
+
+        def run(self, inputs, *, keep):
+            out = self.session.run(inputs, keep=keep)
+            if inputs.input_ids.shape[1] <= 9:
+                return out
+            return replace(out, top_ids=out.top_ids[:, ::-1].copy(), row=lambda m: out.row(m)[::-1].copy())
+
+    monkeypatch.setattr(backends, "open_target", lambda *a, **k: Reversed(real(*a, **k)))
+    before = record_path(tiny_copy, "onnxruntime").read_bytes()
+    with pytest.raises(SpotDeployError, match="joining") as caught:
+        build_engine(tiny_copy, threads=1, force=True, budgets=(3, 12))
+    assert caught.value.exit_code == 3
+    assert record_path(tiny_copy, "onnxruntime").read_bytes() == before
+
+
+def test_few_drafts_a_run_are_made_up_for_by_more_runs(tiny_copy):
+    from spot_deploy.verification import verify_engine
+
+    build_engine(tiny_copy, threads=1, budgets=(1,))
+    bundle = open_bundle(tiny_copy)
+    record = read_record(tiny_copy, "onnxruntime")
+    session = bundle.open_target(record.inputs)
+    with Runtime.from_bundle(bundle, record, target=session) as runtime:
+        gates = verify_engine(bundle, runtime, session, precision="f32", budgets=(0, 1), requests=1)
+        assert gates[-1].passed
+        assert gates[-1].figures["accepted"] >= 100
+        gates = verify_engine(bundle, runtime, session, precision="f32", budgets=(0,), requests=1)
+        assert gates[-1].text == "nothing can be drafted"

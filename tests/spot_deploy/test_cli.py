@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from spot_deploy.cli.main import VERBS, main
+from spot_deploy.engines.files import STAGING
 from spot_deploy.training.prompts import read_prompts
 
 
@@ -414,16 +415,16 @@ def test_doctor_finds_what_is_wrong_and_what_was_left(spot, tiny_copy, monkeypat
     assert well.code == 0
     assert "onnxruntime cpu" in well.out
     assert "NVIDIA" in well.out
-    left = tiny_copy / "engines" / ".staging-x"
+    left = tiny_copy / "engines" / f"{STAGING}x"
     left.mkdir()
     (left / "engine.json").write_text("{}")
-    (tiny_copy.parent / ".staging-y").write_text("half")
+    (tiny_copy.parent / f"{STAGING}y").write_text("half")
     report = json.loads(spot("doctor", "--json").out)
-    assert {entry["path"] for entry in report["leftovers"]} == {str(left), str(tiny_copy.parent / ".staging-y")}
+    assert {entry["path"] for entry in report["leftovers"]} == {str(left), str(tiny_copy.parent / f"{STAGING}y")}
     assert left.exists()
     assert spot("doctor", "--clean").code == 0
     assert not left.exists()
-    assert not (tiny_copy.parent / ".staging-y").exists()
+    assert not (tiny_copy.parent / f"{STAGING}y").exists()
     assert (tiny_copy / "engines" / "onnxruntime" / "engine.json").exists()
     (tiny_copy / "engines" / "onnxruntime" / "engine.json").write_text("{")
     ill = spot("doctor", tiny_copy)
