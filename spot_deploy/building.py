@@ -111,7 +111,7 @@ def plan_build(path: Path, options: BuildOptions) -> Plan:
             record = read_record(path, backend)
             changes, last = record.inputs.changes(inputs), record.build["seconds"]
             changes += damaged_files(engine_folder(path, backend), record)
-            if json.dumps(record.profiles) != json.dumps([asdict(profile) for profile in profiles]):
+            if not changes and json.dumps(record.profiles) != json.dumps([asdict(profile) for profile in profiles]):
                 changes.append("profiles: others than this version makes")
     return Plan(
         bundle,

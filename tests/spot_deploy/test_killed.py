@@ -1,6 +1,6 @@
 """kill -9 at random moments of export and build-engine: what is there then loads right or is not there.
 
-SPOT_DEPLOY_KILLS sets how many moments are tried (10 in the ordinary run; 30 take a few minutes more).
+SPOT_DEPLOY_KILLS sets how many moments are tried (6 in the ordinary run; 30 take a few minutes more).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spot_deploy.diagnosis import diagnose
 from spot_deploy.engines.files import STAGING
 from spot_deploy.runtime.bundle import open_bundle
 
-KILLS = int(os.environ.get("SPOT_DEPLOY_KILLS", "10"))
+KILLS = int(os.environ.get("SPOT_DEPLOY_KILLS", "6"))
 
 
 def run(*arguments, after=None):
