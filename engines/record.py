@@ -232,6 +232,8 @@ def open_record(bundle: Path, backend: str, bundle_id: str) -> EngineRecord:
             another processor, or cannot run here at all (exit code 4).
     """
     backends.require(backend)
+    if not record_path(bundle, backend).is_file():
+        backends.require_device(backend, backends.providers(backend)[0])  # where it cannot run, building is no help
     record = read_record(bundle, backend)
     build = build_command(bundle, backend)
     if record.inputs.bundle_id != bundle_id:
