@@ -457,9 +457,8 @@ def test_a_package_without_its_libraries_is_missing_too(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(trt._INSTALL, "half_installed", trt._INSTALL["tensorrt"])
     broken = trt.TensorRT("half_installed")
-    broken.require()
     with pytest.raises(SpotDeployError, match="not installed") as caught:
-        broken.versions()
+        broken.require()
     assert caught.value.exit_code == 4
     assert "libnvonnxparser" in caught.value.seen
 
