@@ -29,7 +29,7 @@ def require() -> None:
     """
     broken = ""
     try:
-        importlib.import_module("onnxruntime")
+        import onnxruntime  # noqa: F401
     except (ImportError, OSError) as error:  # not there, or without the libraries that it loads
         broken = str(error)
     if broken:

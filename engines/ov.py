@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import weakref
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ def require() -> None:
     """
     broken = ""
     try:
-        importlib.import_module("openvino")
+        import openvino  # noqa: F401
     except (ImportError, OSError) as error:  # not there, or without the libraries that it loads
         broken = str(error)
     if broken:
