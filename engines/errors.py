@@ -40,6 +40,17 @@ class SpotDeployError(Exception):
         return {"code": self.code, "what": self.what} | dict(self._details())
 
 
+def backend_missing(backend: str, extra: str, seen: str) -> SpotDeployError:
+    """A backend's package cannot be imported: it is not there, or lacks libraries that it loads (exit code 4)."""
+    return SpotDeployError(
+        "backend-missing",
+        f"the backend {backend} is not installed, or not whole",
+        seen=seen,
+        fix=f'pip install "spot-deploy[{extra}]"',
+        exit_code=ENVIRONMENT,
+    )
+
+
 def usage_error(code: str, what: str, *, seen: str = "", wanted: str = "", fix: str) -> SpotDeployError:
     """An error in what the user asked for (exit code 2)."""
     return SpotDeployError(code, what, seen=seen, wanted=wanted, fix=fix, exit_code=USAGE)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spot_deploy.engines.contracts import WEIGHT_PRECISIONS, Array, GraphSignature, TargetInputs, TargetOutputs
-from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
+from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError, backend_missing
 
 PROVIDERS = {
     "cpu": "CPUExecutionProvider",
@@ -27,19 +27,10 @@ def require() -> None:
     Raises:
         SpotDeployError: none, or several that overwrite each other (exit code 4).
     """
-    broken = ""
     try:
         import onnxruntime  # noqa: F401
-    except (ImportError, OSError) as error:  # not there, or without the libraries that it loads
-        broken = str(error)
-    if broken:
-        raise SpotDeployError(
-            "backend-missing",
-            "the backend onnxruntime is not installed, or not whole",
-            seen=broken,
-            fix='pip install "spot-deploy[cpu]"',
-            exit_code=ENVIRONMENT,
-        )
+    except (ImportError, OSError) as error:
+        raise backend_missing("onnxruntime", "cpu", str(error)) from error
     names = {(d.metadata["Name"] or "").lower().replace("_", "-") for d in importlib.metadata.distributions()}
     clash = sorted(n for n in names if n in ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino"))
     if len(clash) > 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spot_deploy.engines.contracts import WEIGHT_PRECISIONS, Array, GraphSignature, TargetInputs, TargetOutputs
-from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
+from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError, backend_missing
 
 LAYOUT = "split"
 
@@ -19,19 +19,10 @@ def require() -> None:
     Raises:
         SpotDeployError: it is not (exit code 4).
     """
-    broken = ""
     try:
         import openvino  # noqa: F401
-    except (ImportError, OSError) as error:  # not there, or without the libraries that it loads
-        broken = str(error)
-    if broken:
-        raise SpotDeployError(
-            "backend-missing",
-            "the backend openvino is not installed, or not whole",
-            seen=broken,
-            fix='pip install "spot-deploy[openvino]"',
-            exit_code=ENVIRONMENT,
-        )
+    except (ImportError, OSError) as error:
+        raise backend_missing("openvino", "openvino", str(error)) from error
 
 
 def versions() -> dict[str, str]:

@@ -15,7 +15,7 @@ import torch
 from jinja2 import TemplateError
 
 from spot_deploy.engines import ort
-from spot_deploy.engines.contracts import FEATURES, LAYOUTS, order_signature, target_role
+from spot_deploy.engines.contracts import FEATURES, LAYOUTS, WEIGHT_PRECISIONS, order_signature, target_role
 from spot_deploy.engines.errors import VERIFICATION, SpotDeployError, usage_error
 from spot_deploy.engines.files import sha256, staged_folder, write_json, write_text
 from spot_deploy.export import parity, quantize
@@ -53,7 +53,7 @@ GOLDEN_CHATS = (
         {"role": "user", "content": "Go on with this story: One day a bird sang."},
     ],
 )
-PRECISIONS = (*HALF_DTYPES, *quantize.PRECISIONS)  # of target graphs besides the float32 ones
+PRECISIONS = (*HALF_DTYPES, *WEIGHT_PRECISIONS)  # of target graphs besides the float32 ones
 CARRIED = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "README.md")
 
 
@@ -173,7 +173,7 @@ def export_bundle(
         np.savez(stage / GOLDEN_PASS, **vars(golden_pass))
         if order is not None and options.parity != "none":
             measured["measured"] |= _order_parity(order[0], stage / "order.onnx", width)
-        quantised = [precision for precision in options.precisions if precision in quantize.PRECISIONS]
+        quantised = [precision for precision in options.precisions if precision in WEIGHT_PRECISIONS]
         if quantised:
             say("calibrating")
             usable = np.flatnonzero(~checkpoint.banned.numpy())

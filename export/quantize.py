@@ -39,7 +39,6 @@ from spot_deploy.runtime.decode import DecodeOptions, Figures, decode
 from spot_deploy.runtime.manifest import Decoding
 from spot_deploy.runtime.target import RequestTarget
 
-PRECISIONS = ("int8", "int4")
 OPSET = 21  # the first whose DequantizeLinear and QuantizeLinear all backends here read alike
 BLOCK, SMALLEST_BLOCK = 32, 16
 INT8_LIMIT = 64

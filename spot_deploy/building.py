@@ -178,7 +178,14 @@ def build_engine(
             there stays.
     """
     plan = plan_build(path, replace(options or BuildOptions(), **changes))
-    backend = plan.inputs.backend
+    return build_planned(plan, force=force, check_limits=check_limits, in_child=in_child, say=say)
+
+
+def build_planned(
+    plan: Plan, *, force: bool, check_limits: bool, in_child: bool, say: Say
+) -> tuple[EngineRecord, bool]:
+    """`build_engine` from a plan that was made a moment ago."""
+    path, backend = plan.bundle.path, plan.inputs.backend
     if plan.up_to_date and not force:
         return read_record(path, backend), False
     if check_limits:

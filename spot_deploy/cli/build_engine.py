@@ -63,22 +63,21 @@ def command(
     The golden pass and traces of the bundle are replayed, states alone are compared with states among others, and where
     they differ drafted decoding is audited. An engine that fails is not published; the one that was there stays.
     """
-    from spot_deploy.building import BuildOptions, build_engine, plan_build
+    from spot_deploy.building import BuildOptions, build_planned, plan_build
 
     options = BuildOptions(**choices)
+    plan = plan_build(bundle, options)
     if explain or dry_run:
-        plan = plan_build(bundle, options)
         if as_json:
             emit({"up_to_date": plan.up_to_date, "changes": plan.changes} | _plan_document(plan))
         else:
             _show_plan(plan, bundle, whole=dry_run)
         return
-    last = plan_build(bundle, options).last_seconds
+    last = plan.last_seconds
     text = f"building for {options.backend}" + (f" (last time {last:.0f} s)" if last else "")
     with spinner(text) as say:
-        record, built = build_engine(
-            bundle,
-            options,
+        record, built = build_planned(
+            plan,
             force=force,
             check_limits=not ignore_limits,
             in_child=True,
