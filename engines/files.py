@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -127,6 +128,15 @@ def sha256(path: Path) -> str:
     """Hex digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where the data of a safetensors file begin, in bytes, and its entries by name: dtype, shape, data_offsets."""
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        entries: dict[str, Any] = json.loads(file.read(size))
+    entries.pop("__metadata__", None)
+    return 8 + size, entries
 
 
 def read_json(path: Path, *, code: str, fix: str, limit: int = 64 << 20) -> Any:

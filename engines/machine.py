@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from spot_deploy.engines.contracts import TargetShape
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
+from spot_deploy.engines.files import safetensors_header
 from spot_deploy.engines.profiles import Profile
 
 # Weights in float32 are held once by the engine and once while it is being made.
@@ -98,10 +97,8 @@ def disk_free(path: Path) -> int | None:
 
 def weight_elements(path: Path) -> int:
     """Numbers in a safetensors file, from its header."""
-    with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(size))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    _, entries = safetensors_header(path)
+    return sum(math.prod(entry["shape"]) for entry in entries.values())
 
 
 def estimate(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
-import struct
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from torch.export import Dim
 
 from spot_deploy.engines.contracts import GraphSignature, TargetShape
 from spot_deploy.engines.errors import SpotDeployError
+from spot_deploy.engines.files import safetensors_header
 from spot_deploy.export.order_model import OrderModel
 from spot_deploy.export.target_graph import TargetGraph
 
@@ -160,18 +159,15 @@ def save_weights(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, Stor
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Where every tensor's raw data lie inside a safetensors file, from its header."""
-    with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(size))
-    header.pop("__metadata__", None)
+    begin, entries = safetensors_header(path)
     return {
         name: StoredTensor(
-            8 + size + entry["data_offsets"][0],
+            begin + entry["data_offsets"][0],
             entry["data_offsets"][1] - entry["data_offsets"][0],
             _STORED[entry["dtype"]],
             tuple(entry["shape"]),
         )
-        for name, entry in header.items()
+        for name, entry in entries.items()
     }
 
 

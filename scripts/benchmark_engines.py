@@ -15,8 +15,9 @@ are medians over repeats with their spread. Run it alone on the machine. Parts:
 * torch: the plain loop on the native transformers class: a cache of finished blocks, one commit a pass. Its commits are
   compared with draft-free decoding of the first float32 engine.
 
-`--random SIZE` makes a target of random weights in a temporary folder. Its tokens mean nothing, so it decodes a fixed
-length, also with the joint oracle as drafter. With `--parts curves` its weights are never held in this process twice.
+`--random SIZE,...` makes targets of random weights in a temporary folder. Their tokens mean nothing, so one prompt of
+two blocks is decoded once, a block long, also with the joint oracle as drafter; curves are of half-masked states of
+fewer sizes. `1.7b` gives curves only: then no process holds the weights twice.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ ORACLE_TOP = 32
 NEAR_TIE = 1e-3  # of log-odds: float32 engines may order such a pair differently
 DEMO = Path(__file__).resolve().parents[1] / "demo"
 RANDOM_POSITIONS = 512
+RANDOM_DEFAULTS = {"limit": 1, "repeats": 1, "max_new_tokens": 32, "masks": ["half"], "short_warm_up": True}
 
 
 def sdar(
@@ -776,14 +778,15 @@ def _versions(wanted: Sequence[str]) -> dict[str, str]:
 
 
 def measure_bundle(
-    report: Report, console: Console, path: Path, checkpoint: Path | None, args: argparse.Namespace, *, random: bool
+    report: Report, console: Console, path: Path, checkpoint: Path | None, args: argparse.Namespace, random: str = ""
 ) -> None:
-    """All parts on one bundle. All of its engines are open at once, so that they can take turns."""
+    """All parts on one bundle, or on one of a random target of that size. All of its engines are open at once, so that
+    they can take turns."""
     bundle = open_bundle(path)
     manifest, decoding = bundle.manifest, bundle.manifest.decoding
     budgets = [b for b in manifest.speculation.budgets if b == 0 or args.budgets is None or b in args.budgets]
     entry: dict[str, Any] = {
-        "name": f"random {args.random}" if random else path.resolve().name,
+        "name": f"random {random}" if random else path.resolve().name,
         "bundle_id": manifest.bundle_id,
         "block_width": decoding.block_width,
         "weights_bytes": sum(f.bytes for f in manifest.files if f.path == WEIGHTS),
@@ -804,7 +807,7 @@ def measure_bundle(
     if "curves" in args.parts:
         prefix = args.prefix or decoding.buckets[len(decoding.buckets) // 2]
         for engine in engines:
-            for width in args.widths or [decoding.block_width]:
+            for width in args.widths if random else [decoding.block_width]:
                 say(f"{entry['name']}: curves of {engine.name}, width {width}")
                 curve = cost_curves(engine.session, decoding, width, prefix, budgets, args)
                 entry["curves"].append({"engine": engine.name, **curve})
@@ -828,7 +831,7 @@ def measure_bundle(
     loops: dict[str, PlainLoop] = {}
     if "decode" in args.parts:
         for engine in engines:
-            methods += engine_methods(engine, prompts, budgets, options, references, oracle=random)
+            methods += engine_methods(engine, prompts, budgets, options, references, oracle=bool(random))
     if "torch" in args.parts:
         if checkpoint is None:
             raise SystemExit("--parts torch needs --checkpoint")
@@ -846,14 +849,14 @@ def measure_bundle(
         print_decode(console, entry["name"], part)
 
 
-def measure_random_curves(report: Report, console: Console, folder: Path, args: argparse.Namespace) -> None:
+def measure_random_curves(report: Report, console: Console, folder: Path, args: argparse.Namespace, size: str) -> None:
     """Curves of a random target, one engine in memory at a time, without a bundle."""
-    say(f"random {args.random}: writing weights and tracing")
-    checkpoint = write_settings(folder, args.random, max(args.widths))
+    say(f"random {size}: writing weights and tracing")
+    checkpoint = write_settings(folder, size, max(args.widths))
     graph = write_graph(folder, checkpoint)
     decoding = checkpoint.decoding
     entry: dict[str, Any] = {
-        "name": f"random {args.random}",
+        "name": f"random {size}",
         "weights_bytes": (folder / WEIGHTS).stat().st_size,
         "engines": {},
         "curves": [],
@@ -866,11 +869,11 @@ def measure_random_curves(report: Report, console: Console, folder: Path, args: 
         if backends.graph_precision(backend, precision) != "f32":
             continue  # no other graph is written here
         name, signature = f"{backend} {precision}", decoding.shape.signature()
-        say(f"random {args.random}: opening {name}")
+        say(f"random {size}: opening {name}")
         session = backends.open_target(backend, graph, signature, threads=args.threads, precision=precision)
         entry["engines"][name] = {"graph": graph.name, "probed_exact_budget": None}
         for width in args.widths:
-            say(f"random {args.random}: curves of {name}, width {width}")
+            say(f"random {size}: curves of {name}, width {width}")
             curve = cost_curves(session, decoding, width, prefix, budgets, args)
             entry["curves"].append({"engine": name, **curve})
             report.write()
@@ -896,7 +899,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("bundles", type=Path, nargs="*", help="bundles to measure")
     parser.add_argument("--checkpoint", type=Path, nargs="*", default=[], help="of each bundle, for the part torch")
-    parser.add_argument("--random", choices=RANDOM, help="measure a target of random weights instead")
+    parser.add_argument("--random", type=_list(str, RANDOM), default=[], metavar="SIZE,...", help=", ".join(RANDOM))
     parser.add_argument("-o", "--output", type=Path, required=True, help="results file (JSON)")
     parser.add_argument("--work", type=Path, help="where temporary weights go (1.7b: 7 GB)")
     parser.add_argument("--parts", type=_list(str, PARTS), default=list(PARTS), metavar="PART,...")
@@ -918,19 +921,18 @@ def parse_arguments() -> argparse.Namespace:
     decoding.add_argument("--order-model", type=Path, default=DEMO / "order-model", help="of a random target")
     curves = parser.add_argument_group("cost curves")
     curves.add_argument("--states", type=_list(int), default=list(range(1, 22)), metavar="S,...")
-    curves.add_argument("--widths", type=_list(int), help="block widths; default: the bundle's, 4,16,32 if random")
+    curves.add_argument(
+        "--random-states", type=_list(int), default=[1, 2, 3, 4, 6, 9, 13, 17, 21], metavar="S,...", help="if random"
+    )
+    curves.add_argument("--widths", type=_list(int), default=[4, 16, 32], help="of random targets; bundles: their own")
     curves.add_argument("--masks", type=_list(str, CURVES), default=list(CURVES))
     curves.add_argument("--prefix", type=int, help="prefix bucket; default: the middle one")
     curves.add_argument("--curve-repeats", type=int, default=15)
     curves.add_argument("--curve-seconds", type=float, default=60, help="begin no further repeat of a curve after this")
-    curves.add_argument("--short-warm-up", action="store_true", help="warm up with the least and the largest pass only")
     args = parser.parse_args()
-    if bool(args.bundles) == bool(args.random):
-        parser.error("give bundles, or --random")
-    if args.random == "1.7b" and args.parts != ["curves"]:
-        parser.error("--random 1.7b is for --parts curves")
-    if args.random and args.widths is None:
-        args.widths = [4, 16, 32]
+    if not args.bundles and not args.random:
+        parser.error("give bundles, --random or both")
+    args.short_warm_up = False
     return args
 
 
@@ -941,19 +943,20 @@ def main() -> None:
     report = Report(args)
     for index, path in enumerate(args.bundles):
         checkpoint = args.checkpoint[index] if index < len(args.checkpoint) else None
-        measure_bundle(report, console, path, checkpoint, args, random=False)
-    if args.random:
+        measure_bundle(report, console, path, checkpoint, args)
+    random_args = argparse.Namespace(**vars(args) | RANDOM_DEFAULTS | {"states": args.random_states})
+    for size in args.random:
         with tempfile.TemporaryDirectory(dir=args.work, prefix="benchmark-") as name:
             folder = Path(name)
-            if args.parts == ["curves"]:
-                measure_random_curves(report, console, folder, args)
+            if size == "1.7b" or args.parts == ["curves"]:
+                measure_random_curves(report, console, folder, random_args, size)
             else:
-                write_checkpoint(folder, args.random, args.width)
+                write_checkpoint(folder, size, args.width)
                 bundle = folder / "random.spot"
                 options = ExportOptions(parity="none")
                 export_bundle(folder, bundle, order_model=args.order_model, options=options, say=say)
                 gc.collect()
-                measure_bundle(report, console, bundle, folder, args, random=True)
+                measure_bundle(report, console, bundle, folder, random_args, size)
     say(f"results: {args.output}")
 
 

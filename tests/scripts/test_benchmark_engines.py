@@ -10,7 +10,20 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark_engines.py"
-SMALL = ("--threads", "1", "--curve-repeats", "1", "--states", "1,2,4", "--repeats", "1", "--precisions", "f32")
+SMALL = (
+    "--threads",
+    "1",
+    "--curve-repeats",
+    "1",
+    "--states",
+    "1,2,4",
+    "--random-states",
+    "1,2",
+    "--repeats",
+    "1",
+    "--precisions",
+    "f32",
+)
 
 
 def benchmark(output, *arguments):
@@ -21,12 +34,17 @@ def benchmark(output, *arguments):
 
 
 @pytest.fixture(scope="module")
-def results(tiny_bundle, tiny_checkpoint, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("benchmark")
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text('{"prompt": "the cat sat on the mat"}\n{"prompt": "one two three"}\n', encoding="utf-8")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text('{"prompt": "the cat sat on the mat"}\n{"prompt": "one two three"}\n', encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def results(tiny_bundle, tiny_checkpoint, prompts, tmp_path_factory):
     return benchmark(
-        folder / "results.json", tiny_bundle, "--checkpoint", tiny_checkpoint, "--prompts", prompts,
+        tmp_path_factory.mktemp("benchmark") / "results.json",
+        *(tiny_bundle, "--checkpoint", tiny_checkpoint, "--prompts", prompts),
         "--max-new-tokens", "24", "--temperatures", "0,1",
     )  # fmt: skip
 
@@ -84,9 +102,26 @@ def test_a_table_is_printed(results):
     assert "c(2)" in results[1]
 
 
+def test_bundles_and_random_targets_in_one_run(tiny_bundle, prompts, tmp_path):
+    document, _ = benchmark(
+        tmp_path / "results.json",
+        *(tiny_bundle, "--prompts", prompts, "--max-new-tokens", "24", "--limit", "1", "--modes", "eos"),
+        *("--random", "tiny", "--parts", "curves,decode", "--widths", "8"),
+        *("--backends", "onnxruntime", "--budgets", "0,3"),
+    )
+    assert [target["name"] for target in document["targets"]] == [tiny_bundle.name, "random tiny"]
+    random = document["targets"][1]
+    assert list(random["curves"][0]["curves"]["half"]) == ["1", "2"]
+    (part,) = random["decode"]
+    methods = [row["method"] for row in part["rows"]]
+    assert part["condition"].startswith("fixed length")
+    assert methods == ["draft-free", "SPOT D3", "oracle D3"]
+    assert all(row["identical"] for row in part["rows"])
+
+
 def test_curves_of_a_random_target(tmp_path):
     output = tmp_path / "results.json"
-    arguments = ("--random", "tiny", "--parts", "curves", "--widths", "4,16", "--masks", "half", "--work", tmp_path)
+    arguments = ("--random", "tiny", "--parts", "curves", "--widths", "4,16", "--work", tmp_path)
     document, _ = benchmark(output, *arguments)
     (target,) = document["targets"]
     seen = [(curve["engine"], curve["width"]) for curve in target["curves"]]
