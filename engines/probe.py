@@ -45,9 +45,8 @@ class _Probe:
     def tokens(self, states: int) -> Array:
         return self.rng.integers(0, self.shape.vocab, (states, self.width))
 
-    def passes(self, bucket: int, past: Sequence[Array]) -> Any:
+    def passes(self, filled: int, past: Sequence[Array]) -> Any:
         """A function (tokens [R, S, L], rows) to head and logits of those rows; the prefix is the same for all R."""
-        filled = bucket - self.width
 
         def run(tokens: Array, rows: Array, parents: dict[int, int] | None = None) -> list[Array]:
             requests, states, _ = tokens.shape
@@ -73,10 +72,10 @@ class _Probe:
 
         return run
 
-    def bucket(self, size: int, states: int, requests: int) -> None:
+    def bucket(self, size: int, filled: int, states: int, requests: int) -> None:
         pair_shape = (1, self.shape.kv_heads, size, self.shape.head_dim)
         past = [self.rng.standard_normal(pair_shape).astype(np.float32) for _ in range(2 * self.shape.layers)]
-        run = self.passes(size, past)
+        run = self.passes(filled, past)
         width, rows = self.width, np.arange(self.width)
         state, first = self.tokens(1), self.tokens(1)
         pair = np.concatenate((first, state))
@@ -115,6 +114,8 @@ def probe_invariance(
     buckets: Iterable[int],
     states: int,
     requests: int = 1,
+    *,
+    whole: Iterable[int] = (),
 ) -> dict[str, Any]:
     """Compare one state's head and full logits alone with the same among others.
 
@@ -126,6 +127,7 @@ def probe_invariance(
         buckets: prefix sizes to try.
         states: the largest number of states S to try.
         requests: the largest number of requests.
+        whole: lengths of whole sequences that are tried as states, without a prefix.
 
     Returns:
         `strict` (everything bit-equal), `max_abs` (largest difference of a logit), `comparisons`, how many of them were
@@ -135,7 +137,10 @@ def probe_invariance(
     buckets = tuple(buckets)
     probe = _Probe(session, shape, block_width)
     for bucket in buckets:
-        probe.bucket(bucket, states, requests)
+        probe.bucket(bucket, bucket - block_width, states, requests)
+    for length in whole:
+        sequences = _Probe(session, shape, length, probe.rng, probe.isolation, probe.joining)
+        sequences.bucket(buckets[0], 0, states, requests)
     kinds = (probe.isolation, probe.joining)
     unequal = sum(kind.unequal for kind in kinds)
     return {

@@ -1,7 +1,8 @@
 """Optimisation profiles: the shapes that an engine is made for, derived from the bundle's own numbers.
 
 Three: `prefill` (clean blocks before the generation), `draft-free` (one state, or the two segments that open a block)
-and `speculate` (up to 1 + the largest budget states), each over all prefix buckets. Backends that compile for shapes
+and `speculate` (up to 1 + the largest budget states), each over all prefix buckets. Targets with full attention have
+`refresh` (one whole sequence) in the place of `prefill`. Backends that compile for shapes
 (TensorRT) take them as they are; the others serve the same shapes, and the memory estimate goes by them. (One of each
 for every bucket made TensorRT-RTX engines of the demo target eight times as large: 87 instead of 11 MB.)
 """
@@ -22,6 +23,8 @@ class Limits:
 
     Attributes:
         block_width: positions per block, L.
+        window: positions of a verified segment; more than a block where the one before it comes along.
+        whole: positions of a pass over a whole sequence at most, where attention is full; 0: there are none.
         buckets: prefix sizes, rising.
         budgets: numbers of drafted states, rising from 0.
         budget: the one to optimise for.
@@ -35,6 +38,8 @@ class Limits:
     budget: int
     requests: int
     prefill_positions: int
+    window: int
+    whole: int = 0
 
     def __post_init__(self) -> None:
         checks = {
@@ -45,6 +50,7 @@ class Limits:
             f"requests {self.requests} is below 1": self.requests >= 1,
             f"prefill_positions {self.prefill_positions} is below the block width": self.prefill_positions
             >= self.block_width,
+            f"window {self.window} is below the block width": self.window >= self.block_width,
         }
         bad = [text for text, right in checks.items() if not right]
         if bad:
@@ -81,18 +87,23 @@ class Profile:
 
 def target_profiles(limits: Limits) -> list[Profile]:
     """The profiles of the target graph, best for the middle bucket."""
-    width = limits.block_width
+    width, window = limits.block_width, limits.window
     longest = limits.prefill_positions // width * width
+    first = ("refresh", (window, max(window, limits.whole // 2), limits.whole))
+    if not limits.whole:
+        first = ("prefill", (width, longest, longest))
     roles = {
-        "prefill": ((1, 1, 1), (width, longest, longest)),
-        "draft-free": ((1, 1, 2), (width, width, width)),
-        "speculate": ((1, 1 + limits.budget, limits.states), (width, width, width)),
+        first[0]: ((1, 1, 1), first[1]),
+        "draft-free": ((1, 1, 2), (window, window, window)),
+        "speculate": ((1, 1 + limits.budget, limits.states), (window, window, window)),
     }
     buckets = limits.buckets
     profiles = []
     for role, (states, positions) in roles.items():
         rows = (MIN_ROWS, MIN_ROWS, max(MIN_ROWS, limits.requests))
-        if role != "prefill":
+        if role == "refresh":
+            rows = (MIN_ROWS, max(MIN_ROWS, width), max(MIN_ROWS, limits.requests * width))
+        elif role != "prefill":
             best, most = states[1] * width, limits.requests * states[2] * width
             rows = (MIN_ROWS, max(MIN_ROWS, best), max(MIN_ROWS, most))
         symbols = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import itertools
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,16 +27,15 @@ from spot_deploy.export.target_graph import TargetGraph
 from spot_deploy.export.trace import (
     HALF_DTYPES,
     OPSET,
-    WEIGHTS,
     opset,
     save_graph,
-    save_weights,
     trace_order_model,
     trace_target,
 )
+from spot_deploy.export.weights import WEIGHTS, hollow_decoder, stream_weights
 from spot_deploy.runtime.bundle import bundle_id
 from spot_deploy.runtime.manifest import MANIFEST, Decoding, FileEntry, Manifest, Speculation, is_bundle, to_document
-from spot_deploy.runtime.text import GOLDEN, GOLDEN_PASS, TEMPLATE, TOKENIZER, Text
+from spot_deploy.runtime.text import GOLDEN, GOLDEN_PASS, TEMPLATE, THINKING, TOKENIZER, Text
 
 GOLDEN_TEXTS = (
     "Once upon a time there was a little boy",
@@ -52,6 +52,7 @@ GOLDEN_CHATS = (
         {"role": "assistant", "content": "Hello."},
         {"role": "user", "content": "Go on with this story: One day a bird sang."},
     ],
+    [{"role": "system", "content": ""}, {"role": "user", "content": "\n  東京は? \n"}],
 )
 PRECISIONS = (*HALF_DTYPES, *WEIGHT_PRECISIONS)  # of target graphs besides the float32 ones
 CARRIED = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "README.md")
@@ -136,32 +137,24 @@ def export_bundle(
         )
     order = load_order_model(order_model) if order_model is not None else None
     with staged_folder(output, force=force, ours=is_bundle) as stage:
-        say("reading the weights")
-        stored = checkpoint.stored()
-        places = save_weights(stored, stage / WEIGHTS)
+        say("writing the weights")
+        shapes = dict(Decoder.shapes(checkpoint.spec))
+        places = stream_weights(shapes, checkpoint.dtypes, checkpoint.tensor, stage / WEIGHTS)
         if checkpoint.spec.tied_head:
             places["head.weight"] = places["embed.weight"]
-        tensors = {name: tensor.float() for name, tensor in stored.items()}
-        del stored
         shape, width = checkpoint.decoding.shape, checkpoint.decoding.block_width
-        decoder = Decoder(checkpoint.spec)
-        decoder.load_state_dict(tensors, strict=not checkpoint.spec.tied_head)
         graphs: dict[str, Any] = {}
-
-        def write(precision: str, network: Decoder) -> dict[str, TargetGraph]:
-            """The target graphs of a precision, both layouts: modules by layout, which the parity gates run."""
-            modules = {}
+        halves = [precision for precision in options.precisions if precision in HALF_DTYPES]
+        for precision in ("f32", *halves):
+            network = hollow_decoder(checkpoint.spec, HALF_DTYPES.get(precision, torch.float32), checkpoint.tensor)
             for layout in LAYOUTS:
                 role = target_role(layout, precision)
                 say(f"tracing {role}")
-                modules[layout] = TargetGraph(network, checkpoint.banned, layout, shape.raw_confidence)
-                model = trace_target(modules[layout], shape, width, precision)
+                graph = TargetGraph(network, checkpoint.banned, layout, shape.raw_confidence)
+                model = trace_target(graph, shape, width, precision)
                 save_graph(model, stage / f"{role}.onnx", external=places, prefix="decoder.", precision=precision)
                 signature = shape.signature(precision).as_dict()
                 graphs[role] = {"file": f"{role}.onnx", "opset": opset(precision), "signature": signature}
-            return modules
-
-        write("f32", decoder)
         if order is not None:
             say("tracing the order model")
             signature = order_signature(width)
@@ -169,29 +162,30 @@ def export_bundle(
             graphs["order"] = {"file": "order.onnx", "opset": OPSET, "signature": signature.as_dict()}
         golden, named_tokens = _write_texts(checkpoint, stage)
         say(f"parity gates: {options.parity}")
-        measured, traces, golden_pass = _run_parity(checkpoint, tensors, stage, options.parity, golden)
+        quantised = [precision for precision in options.precisions if precision in WEIGHT_PRECISIONS]
+        # The whole network in memory, in float32: for a full comparison, and to quantise.
+        tensors = checkpoint.tensors() if options.parity == "full" or quantised else {}
+        measured, traces, golden_pass = _run_parity(checkpoint, tensors, stage, options, golden)
         np.savez(stage / GOLDEN_PASS, **vars(golden_pass))
         if order is not None and options.parity != "none":
             measured["measured"] |= _order_parity(order[0], stage / "order.onnx", width)
-        quantised = [precision for precision in options.precisions if precision in WEIGHT_PRECISIONS]
         if quantised:
             say("calibrating")
             usable = np.flatnonzero(~checkpoint.banned.numpy())
-            graph = TargetGraph(decoder, checkpoint.banned, "split", shape.raw_confidence)
+            graph = TargetGraph(load_decoder(checkpoint, tensors), checkpoint.banned, "split", shape.raw_confidence)
             seen = quantize.calibrate(graph, checkpoint.decoding, usable, _golden_prompts(golden, width))
             for precision in quantised:
                 say(f"quantising to {precision}")
                 graphs |= _quantised_graphs(precision, stage, tensors, seen, checkpoint.decoding)
                 measured["measured"] |= parity.against_f32(precision, stage, checkpoint.decoding, usable, traces)
-        for precision in options.precisions:
-            if precision not in HALF_DTYPES:
-                continue
-            modules = write(precision, copy.deepcopy(decoder).to(HALF_DTYPES[precision]))
-            if options.parity != "none":
-                say(f"parity gates: {precision}")
-                files = {layout: stage / f"{target_role(layout, precision)}.onnx" for layout in LAYOUTS}
-                measured["measured"] |= parity.half_parity(checkpoint, decoder, precision, modules, files)
-        traced_by = "native" if options.parity == "full" else "onnxruntime"
+        for precision in halves if options.parity == "full" else ():
+            say(f"parity gates: {precision}")
+            decoder = load_decoder(checkpoint, tensors)
+            half = copy.deepcopy(decoder).to(HALF_DTYPES[precision])
+            modules = {x: TargetGraph(half, checkpoint.banned, x, shape.raw_confidence) for x in LAYOUTS}
+            files = {layout: stage / f"{target_role(layout, precision)}.onnx" for layout in LAYOUTS}
+            measured["measured"] |= parity.half_parity(checkpoint, decoder, precision, modules, files)
+        traced_by = "native" if options.parity == "full" else "our decoder"
         write_json(stage / GOLDEN, golden | {"traced_by": traced_by, "traces": [asdict(trace) for trace in traces]})
         manifest = _manifest(checkpoint, order, options, graphs, measured, named_tokens, stage)
         write_json(stage / MANIFEST, to_document(manifest))
@@ -248,12 +242,15 @@ def _write_texts(checkpoint: Checkpoint, stage: Path) -> tuple[dict[str, Any], d
         if (source / name).is_file():
             shutil.copyfile(source / name, stage / f"{Path(name).stem}.model{Path(name).suffix}")
     chats = []
-    for messages in GOLDEN_CHATS if template is not None else ():
+    switches = (None, True, False) if template is not None and THINKING in template else (None,)
+    for messages, thinking in itertools.product(GOLDEN_CHATS if template is not None else (), switches):
+        more = {} if thinking is None else {THINKING: thinking}
         try:
-            text = native.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = native.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
         except TemplateError:
             continue  # a template may refuse, say, the system role
-        chats.append({"messages": messages, "ids": native.encode(text, add_special_tokens=False)})
+        ids = native.encode(text, add_special_tokens=False)
+        chats.append({"messages": messages, "thinking": thinking, "ids": ids})
     encodings = [
         {"text": text, "ids": native.encode(text, add_special_tokens=False, split_special_tokens=True)}
         for text in GOLDEN_TEXTS
@@ -276,17 +273,34 @@ def _golden_prompts(golden: dict[str, Any], width: int) -> list[list[int]]:
     return [short, long[: 2 * width + width // 3]]
 
 
+def load_decoder(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> Decoder:
+    """Our decoder with all weights, in float32."""
+    with torch.device("meta"):
+        decoder = Decoder(checkpoint.spec)
+    decoder.load_state_dict(tensors, strict=not checkpoint.spec.tied_head, assign=True)
+    if checkpoint.spec.tied_head:
+        decoder.head.weight = decoder.embed.weight
+    return decoder.requires_grad_(False)
+
+
 def _run_parity(
-    checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], stage: Path, mode: str, golden: dict[str, Any]
+    checkpoint: Checkpoint,
+    tensors: dict[str, torch.Tensor],
+    stage: Path,
+    options: ExportOptions,
+    golden: dict[str, Any],
 ) -> tuple[dict[str, Any], Sequence[parity.Trace], parity.GoldenPass]:
     measured: dict[str, Any] = {}
+    mode = options.parity
     prompts = _golden_prompts(golden, checkpoint.decoding.block_width)
     if mode == "full":
         graphs = {layout: stage / f"target-{layout}.onnx" for layout in LAYOUTS}
         measured, traces, golden_pass = parity.full_parity(checkpoint, tensors, graphs, prompts)
     else:
-        measured = parity.layer_parity(checkpoint, tensors) if mode == "layers" else {}
-        traces, golden_pass = parity.own_golden(checkpoint, stage / "target-split.onnx", prompts[0])
+        halves = [precision for precision in options.precisions if precision in HALF_DTYPES]
+        measured = parity.layer_parity(checkpoint, halves) if mode == "layers" else {}
+        golden_pass = parity.streamed_golden(checkpoint)
+        traces = [parity.untraced(checkpoint.decoding, prompt) for prompt in prompts]
     return {"mode": mode, "against": checkpoint.family.name, "measured": measured}, traces, golden_pass
 
 

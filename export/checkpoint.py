@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from spot_deploy.engines.contracts import TargetShape
 from spot_deploy.engines.errors import SpotDeployError
-from spot_deploy.engines.files import read_json
+from spot_deploy.engines.files import read_json, safetensors_header
 from spot_deploy.export.decoder import Decoder, DecoderSpec
-from spot_deploy.export.families import Family, find_family
+from spot_deploy.export.families import Family, Source, find_family
 from spot_deploy.runtime.manifest import Decoding, default_buckets
 from spot_deploy.runtime.text import Text
 
 MAX_POSITIONS, PREFILL_POSITIONS = 32768, 512
-KEPT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Dtypes of published weights to those they are kept in.
+READ = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float32}
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
 FIX = "download the checkpoint again"
 
 
@@ -37,42 +43,62 @@ class Checkpoint:
     decoding: Decoding
     banned: torch.Tensor
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All weights in float32 under our names; raises as `stored`."""
-        return {name: tensor.float() for name, tensor in self.stored().items()}
-
-    def stored(self) -> dict[str, torch.Tensor]:
-        """All weights under our names, in the checkpoint's own dtypes: float32, float16 or bfloat16, others as float32.
+    @cached_property
+    def _places(self) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
+        """File, dtype and shape of every published tensor, from the files' headers.
 
         Raises:
-            SpotDeployError: a file or tensor is missing, or a shape does not fit.
+            SpotDeployError: a file cannot be read, or its header says more than there is.
         """
-        files = self._weight_files()
-        from safetensors import SafetensorError, safe_open
-
-        wanted = dict(Decoder.shapes(self.spec))
-        found: dict[str, torch.Tensor] = {}
-        ours = {theirs: own for own, theirs in self.family.tensor_names(self.spec).items()}
-        unknown = []
-        for file in files:
+        found = {}
+        for file in self._weight_files():
             try:
-                with safe_open(file, "pt") as tensors:
-                    for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                        if name in ours:
-                            tensor = tensors.get_tensor(name)
-                            found[ours[name]] = tensor if tensor.dtype in KEPT_DTYPES else tensor.float()
-                        elif not (self.spec.tied_head and name == "lm_head.weight"):
-                            unknown.append(name)
-            except (OSError, SafetensorError) as error:
-                raise SpotDeployError(
-                    "checkpoint-weights", f"cannot read {file}", seen=str(error), fix="download the checkpoint again"
-                ) from error
+                begin, entries = safetensors_header(file)
+                end = begin + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+                if file.stat().st_size != end:
+                    raise ValueError(f"{file.stat().st_size} bytes in place of {end}")
+                for name, entry in entries.items():
+                    found[name] = (file, str(entry["dtype"]), tuple(entry["shape"]))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+                raise SpotDeployError("checkpoint-weights", f"cannot read {file}", seen=str(error), fix=FIX) from error
+        return found
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype that each of our parameters is kept in: the checkpoint's own, of float32, float16 and bfloat16.
+
+        Everything is checked that can be known without reading a weight.
+
+        Raises:
+            SpotDeployError: tensors are missing or left over, shapes do not fit, or a dtype is one that is not read.
+        """
+        places, sources = self._places, self._sources
+        used = {name for source in sources.values() for name in source.names}
+        missing = sorted(used - set(places))
+        tied = {"lm_head.weight"} if self.spec.tied_head else set()
+        unknown = sorted(set(places) - used - tied)
+        odd = sorted(f"{n} is {places[n][1]}" for n in used & set(places) if places[n][1] not in READ)
+        if odd:
+            raise SpotDeployError(
+                "checkpoint-dtype",
+                "the checkpoint's weights are in a dtype that export does not read",
+                seen="; ".join(odd[:5]) + (f" ({len(odd)})" if len(odd) > 5 else ""),
+                wanted=", ".join(READ),
+                fix="use the checkpoint that is not quantised; export quantises itself (--precisions)",
+            )
+        shapes: dict[str, list[int]] = {}
+        for own, shape in Decoder.shapes(self.spec):
+            source, part = sources[own], list(shape)
+            if source.rows is not None:
+                part[0] = max(source.rows[1], shapes.get(source.names[0], [0])[0])
+            else:
+                part[source.axis] //= len(source.names)
+            shapes |= dict.fromkeys(source.names, part)
         wrong = [
-            f"{n}: {list(found[n].shape)} in place of {list(s)}"
-            for n, s in wanted.items()
-            if n in found and tuple(found[n].shape) != s
+            f"{name}: {list(places[name][2])} in place of {part}"
+            for name, part in shapes.items()
+            if name in places and list(places[name][2]) != part
         ]
-        missing = sorted(set(wanted) - set(found))
         if missing or wrong or unknown:
             raise SpotDeployError(
                 "checkpoint-tensors",
@@ -84,17 +110,47 @@ class Checkpoint:
                 ),
                 fix="check that config.json belongs to these weights",
             )
-        return found
+        return {own: READ[places[source.names[0]][1]] for own, source in sources.items()}
+
+    @cached_property
+    def _sources(self) -> dict[str, Source]:
+        return self.family.sources(self.spec)
+
+    def tensor(self, own: str) -> torch.Tensor:
+        """One of our parameters, in the dtype of `dtypes`.
+
+        Raises:
+            SpotDeployError: as `dtypes`, or the file is damaged.
+        """
+        dtype, source = self.dtypes[own], self._sources[own]
+        parts = []
+        for name in source.names:
+            file = self._places[name][0]
+            try:
+                # Opened anew each time: what was mapped is let go, and memory stays that of one tensor.
+                with safe_open(file, "pt") as tensors:
+                    if source.rows is not None:
+                        parts.append(tensors.get_slice(name)[source.rows[0] : source.rows[1]])
+                    else:
+                        parts.append(tensors.get_tensor(name))
+            except (OSError, SafetensorError) as error:
+                raise SpotDeployError("checkpoint-weights", f"cannot read {file}", seen=str(error), fix=FIX) from error
+        joined = torch.cat(parts, source.axis) if len(parts) > 1 else parts[0]
+        return joined.to(dtype)
+
+    def tensors(self, prefix: str = "") -> dict[str, torch.Tensor]:
+        """All weights whose name begins with `prefix`, in float32 under our names; raises as `tensor`."""
+        return {own: self.tensor(own).float() for own in self.dtypes if own.startswith(prefix)}
 
     def _weight_files(self) -> list[Path]:
         index = self.folder / "model.safetensors.index.json"
         if index.is_file():
-            document = read_json(index, code="checkpoint-index", fix="download the checkpoint again")
+            document = read_json(index, code="checkpoint-index", fix=FIX)
             try:
                 names = sorted({str(name) for name in document["weight_map"].values()})
             except (KeyError, TypeError, AttributeError) as error:
                 raise SpotDeployError(
-                    "checkpoint-index", f"{index.name} has no weight_map", seen=repr(error), fix="download it again"
+                    "checkpoint-index", f"{index.name} has no weight_map", seen=repr(error), fix=FIX
                 ) from error
         else:
             names = ["model.safetensors"]
@@ -103,8 +159,9 @@ class Checkpoint:
             raise SpotDeployError(
                 "checkpoint-weights",
                 f"{self.folder} lacks {', '.join(missing)}",
+                seen=", ".join(sorted(p.name for p in self.folder.iterdir() if p.suffix in OTHER_WEIGHTS)) or "none",
                 wanted="weights as safetensors",
-                fix="download the checkpoint again; .bin files are not read",
+                fix="download the safetensors files; pickles (.bin, .pt) are never read",
             )
         return [self.folder / name for name in names]
 
@@ -125,7 +182,7 @@ def open_checkpoint(
             fix="give the folder of a downloaded checkpoint",
         )
     config = _read_object(folder / "config.json")
-    family = find_family(config)
+    family = find_family(config, folder.resolve().name)
     try:
         spec = family.spec(config)
     except (KeyError, ValueError, TypeError) as error:
@@ -133,9 +190,7 @@ def open_checkpoint(
     generation_path = folder / "generation_config.json"
     generation = _read_object(generation_path) if generation_path.is_file() else {}
     try:
-        decoding = _decoding(
-            config, generation, family, spec, folder.resolve().name, block_width, mask_id, max_positions
-        )
+        decoding = _decoding(config, generation, family, spec, folder, block_width, mask_id, max_positions)
     except (ValueError, TypeError) as error:
         raise SpotDeployError(
             "checkpoint-decoding",
@@ -170,28 +225,51 @@ def _decoding(
     generation: Mapping[str, Any],
     family: Family,
     spec: DecoderSpec,
-    name: str,
+    folder: Path,
     block_width: int | None,
     mask_id: int | None,
     max_positions: int | None,
 ) -> Decoding:
     """The manifest's decoding section; ValueError or TypeError where the checkpoint makes no sense."""
-    width = block_width or family.block_width(config, name)
+    width = block_width or family.width(config, folder.resolve().name)
     if not 1 <= width <= 64:
         raise ValueError(f"block width {width} is not within 1..64")
     stops = generation.get("eos_token_id", config.get("eos_token_id"))
-    capacity = max_positions or min(config.get("max_position_embeddings") or MAX_POSITIONS, MAX_POSITIONS)
+    if stops is None:
+        raise ValueError("neither generation_config.json nor config.json has an eos_token_id")
+    stated = [config[key] for key in family.position_keys if isinstance(config.get(key), int)]
+    capacity = max_positions or min(*stated, MAX_POSITIONS, MAX_POSITIONS)
     capacity = capacity // width * width
     return Decoding(
         block_width=width,
-        mask_id=next(i for i in (mask_id, config.get("mask_token_id"), family.mask_id) if i is not None),
+        mask_id=_mask_id(config, family, folder) if mask_id is None else mask_id,
         stop_ids=tuple(stops if isinstance(stops, list) else [stops]),
         bos_id=generation.get("bos_token_id", config.get("bos_token_id")),
         confidence=family.confidence,
-        logit_shift=0,
+        attention=family.attention,
+        logit_shift=family.logit_shift,
+        given_start=family.given_start,
         max_positions=capacity,
         buckets=default_buckets(width, capacity),
         prefill_positions=max(width, PREFILL_POSITIONS // width * width),
-        exact_cache=True,
         shape=TargetShape(spec.layers, spec.kv_heads, spec.head_dim, spec.vocab, family.confidence == "raw"),
     )
+
+
+def _mask_id(config: Mapping[str, Any], family: Family, folder: Path) -> int:
+    """From the config, the family, or the tokenizer's mask token.
+
+    Raises:
+        ValueError: none of them tells.
+    """
+    for known in (config.get("mask_token_id"), family.mask_id):
+        if known is not None:
+            return int(known)
+    settings, tokenizer = (folder / name for name in ("tokenizer_config.json", "tokenizer.json"))
+    token = _read_object(settings).get("mask_token") if settings.is_file() else None
+    text = token.get("content") if isinstance(token, dict) else token
+    if text and tokenizer.is_file():
+        added = {entry["content"]: entry["id"] for entry in _read_object(tokenizer).get("added_tokens") or ()}
+        if text in added:
+            return int(added[text])
+    raise ValueError("neither the config, nor the family, nor the tokenizer tells the mask id")

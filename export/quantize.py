@@ -34,18 +34,23 @@ from spot_deploy.engines.contracts import Array
 from spot_deploy.engines.errors import SpotDeployError
 from spot_deploy.export.parity import TRACE_TOKENS, TREE_STATES, TorchTarget, random_states
 from spot_deploy.export.target_graph import TargetGraph
-from spot_deploy.export.trace import WEIGHTS, save_graph, save_weights
+from spot_deploy.export.trace import save_graph
+from spot_deploy.export.weights import WEIGHTS, save_weights
 from spot_deploy.runtime.decode import DecodeOptions, Figures, decode
 from spot_deploy.runtime.manifest import Decoding
-from spot_deploy.runtime.target import RequestTarget
+from spot_deploy.runtime.target import BlockCausalTarget, request_target
 
 OPSET = 21  # the first whose DequantizeLinear and QuantizeLinear all backends here read alike
 BLOCK, SMALLEST_BLOCK = 32, 16
 INT8_LIMIT = 64
 TINY = 1e-30  # weights below are zero; a scale of theirs would not be a normal number
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of an int4 block's scale: what is lost in range is won in steps
-FLOAT_LAYERS = {"int8": frozenset[str](), "int4": frozenset({"head.weight"})}
 _PREFIX = "decoder."
+
+
+def stays_float(precision: str, name: str) -> bool:
+    """Whether a linear layer is left as it is: the head in int4, and routers, whose choices flip easily."""
+    return name.endswith(".router.weight") or (precision == "int4" and name == "head.weight")
 
 
 def weights_file(precision: str) -> str:
@@ -111,12 +116,12 @@ def calibrate(
     options = DecodeOptions(max_new_tokens=TRACE_TOKENS, temperature=1.0, ignore_eos=True, budget=0)
     with _watched(graph.decoder) as seen:
         for index, prompt in enumerate(prompts):
-            target = RequestTarget(session, decoding, options.temperature)
+            target = request_target(session, decoding, options.temperature)
             seeded = replace(options, seed=1000 + index)
             for _ in decode(target, decoding, np.array(prompt), seeded, None, Figures()):
                 pass
         prefix, states = random_states(decoding, usable, TREE_STATES, seed=1000)
-        target = RequestTarget(session, decoding, options.temperature)
+        target = BlockCausalTarget(session, decoding, options.temperature)
         target.prefill(prefix)
         target.verify(states, 0)
     return seen
@@ -228,7 +233,7 @@ def write_graphs(
     if precision == "int8":
         tensors, seen = even_out(tensors, seen)
     for name, inputs in seen.items():
-        if name in FLOAT_LAYERS[precision]:
+        if stays_float(precision, name):
             continue
         weight = tensors[name if name in tensors else "embed.weight"].numpy()
         if precision == "int4":
@@ -262,26 +267,30 @@ def _rewrite(
     done: set[str] = set()
     rounded: dict[str, onnx_ir.Value] = {}  # layers that read the same values share the rounding of them
     for node in [node for node in graph if node.op_type == "Gemm"]:
-        x, weight = node.inputs
+        x, weight = node.inputs[:2]
         if weight is not None and (cast := weight.producer()) is not None and cast.op_type == "Cast":
             weight = cast.inputs[0]  # stored in another dtype
         if x is None or x.name is None or weight is None or weight.name is None:
             raise _unexpected("a Gemm without inputs")
         name = weight.name.removeprefix(_PREFIX)
-        if name in FLOAT_LAYERS[precision]:
+        if stays_float(precision, name):
             continue
-        if name not in parts or len(node.inputs) != 2 or node.attributes.get_int("transB", 0) != 1:
+        bias = node.inputs[2] if len(node.inputs) == 3 else None
+        if name not in parts or node.attributes.get_int("transB", 0) != 1:
             raise _unexpected(f"a Gemm with {weight.name}")
         codes, *scaling = (_initializer(graph, f"{weight.name}.{kind}", array) for kind, array in parts[name].items())
         if precision == "int4":
             new = [_matmul_int4(x, codes, *scaling)]
+            if bias is not None:
+                new.append(onnx_ir.node("Add", [new[0].outputs[0], bias]))
         else:
             new = []
             if x.name not in rounded:
                 new += _rounding(graph, x, float(seen[name].largest.max()))
                 rounded[x.name] = new[-1].outputs[0]
             new.append(onnx_ir.node("DequantizeLinear", [codes, *scaling], {"axis": 0}))
-            new.append(onnx_ir.node("Gemm", [rounded[x.name], new[-1].outputs[0]], {"transB": 1}))
+            inputs = [rounded[x.name], new[-1].outputs[0], *([] if bias is None else [bias])]
+            new.append(onnx_ir.node("Gemm", inputs, {"transB": 1}))
         before, after = node.outputs[0], new[-1].outputs[0]
         after.shape, after.type = before.shape, before.type
         graph.insert_before(node, new)

@@ -7,20 +7,18 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import onnx_ir
 import torch
-from safetensors.torch import save_file
 from torch.export import Dim
 
 from spot_deploy.engines.contracts import GraphSignature, TargetShape
 from spot_deploy.engines.errors import SpotDeployError
-from spot_deploy.engines.files import safetensors_header
 from spot_deploy.export.order_model import OrderModel
 from spot_deploy.export.target_graph import TargetGraph
+from spot_deploy.export.weights import WEIGHTS, StoredTensor
 
 OPSET = 20
 # `Attention` and `RMSNormalization` exist from opset 23 on; TensorRT-RTX has no float32 kernel for the former.
@@ -33,21 +31,6 @@ _DTYPES = {
     onnx_ir.DataType.INT64: "int64",
     onnx_ir.DataType.BOOL: "bool",
 }
-_STORED = {
-    "F32": onnx_ir.DataType.FLOAT,
-    "F16": onnx_ir.DataType.FLOAT16,
-    "BF16": onnx_ir.DataType.BFLOAT16,
-    "I8": onnx_ir.DataType.INT8,
-    "U8": onnx_ir.DataType.UINT8,
-}
-_TORCH = {
-    onnx_ir.DataType.FLOAT: torch.float32,
-    onnx_ir.DataType.FLOAT16: torch.float16,
-    onnx_ir.DataType.BFLOAT16: torch.bfloat16,
-    onnx_ir.DataType.INT8: torch.int8,
-    onnx_ir.DataType.UINT8: torch.uint8,
-}
-WEIGHTS = "weights.safetensors"
 
 
 @contextlib.contextmanager
@@ -141,36 +124,6 @@ def _trace(
     return model
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where a weight's raw bytes lie in the weights file, and what they are."""
-
-    offset: int
-    length: int
-    dtype: onnx_ir.DataType
-    shape: tuple[int, ...]
-
-
-def save_weights(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, StoredTensor]:
-    """Write a safetensors file; returns where every tensor's raw data lie inside it."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    return stored_tensors(path)
-
-
-def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Where every tensor's raw data lie inside a safetensors file, from its header."""
-    begin, entries = safetensors_header(path)
-    return {
-        name: StoredTensor(
-            begin + entry["data_offsets"][0],
-            entry["data_offsets"][1] - entry["data_offsets"][0],
-            _STORED[entry["dtype"]],
-            tuple(entry["shape"]),
-        )
-        for name, entry in entries.items()
-    }
-
-
 def save_graph(
     model: onnx_ir.Model,
     path: Path,
@@ -245,7 +198,7 @@ def _not_represented(
 
         def content(place: StoredTensor) -> bytes:
             file.seek(place.offset)
-            stored = torch.frombuffer(bytearray(file.read(place.length)), dtype=_TORCH[place.dtype])
+            stored = torch.frombuffer(bytearray(file.read(place.length)), dtype=place.torch_dtype)
             return stored.to(dtype).view(torch.uint8).numpy().tobytes()
 
         missing = {key: place for key, place in external.items() if place not in used}

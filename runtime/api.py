@@ -25,7 +25,7 @@ from spot_deploy.runtime.bundle import Bundle, open_bundle
 from spot_deploy.runtime.decode import CommitEvent, DecodeOptions, Figures, Observer, decode
 from spot_deploy.runtime.drafters import Drafter, SpotDrafter
 from spot_deploy.runtime.manifest import Decoding
-from spot_deploy.runtime.target import RequestTarget
+from spot_deploy.runtime.target import RequestTarget, request_target
 from spot_deploy.runtime.text import Detokenizer, Message, Text
 
 
@@ -54,6 +54,8 @@ class Result:
     nfe: int
     prefill_forwards: int
     store_forwards: int
+    refresh_forwards: int
+    given: int
     commits: int
     accepted: int
     rounds: int
@@ -174,11 +176,14 @@ class Runtime:
         self._target = None
         self.order_model = None
 
-    def prompt_ids(self, prompt: str | Sequence[int] | Sequence[Message]) -> Array:
+    def prompt_ids(self, prompt: str | Sequence[int] | Sequence[Message], thinking: bool | None = None) -> Array:
         """Token ids of a prompt: plain text, token ids, or chat messages.
 
+        Args:
+            thinking: for messages, the chat template's switch; None leaves it at the template's default.
+
         Raises:
-            SpotDeployError: empty where the target has no bos id, or an id outside the vocabulary.
+            SpotDeployError: empty where the target has no bos id, or an id outside the vocabulary; see Text.render.
         """
         for text in [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if _is_message(m)]:  # type: ignore[index]
             if any("\ud800" <= c <= "\udfff" for c in text):
@@ -190,7 +195,7 @@ class Runtime:
         elif all(isinstance(i, int | np.integer) for i in prompt):
             ids = [int(i) for i in prompt]  # type: ignore[arg-type]
         elif all(_is_message(m) for m in prompt):
-            ids = self.text.encode_chat(prompt)  # type: ignore[arg-type]
+            ids = self.text.encode_chat(prompt, thinking)  # type: ignore[arg-type]
         else:
             raise usage_error(
                 "prompt-type",
@@ -242,6 +247,7 @@ class Runtime:
         prompt: str | Sequence[int] | Sequence[Message],
         options: DecodeOptions | None = None,
         *,
+        thinking: bool | None = None,
         drafter: Drafter | None = None,
         observe: Observer | None = None,
         **changes: Any,
@@ -251,13 +257,14 @@ class Runtime:
         Args:
             prompt: text, token ids, or chat messages (dicts with role and content).
             options: how to decode; `changes` are fields of DecodeOptions set on top.
+            thinking: see `prompt_ids`.
             drafter: in place of SPOT (oracles, experiments).
             observe: see `decode.decode`.
 
         Raises:
             SpotDeployError: see `prompt_ids`, `spot_drafter`; or prompt and generation exceed the capacity.
         """
-        for event in self.stream(prompt, options, drafter=drafter, observe=observe, **changes):
+        for event in self.stream(prompt, options, thinking=thinking, drafter=drafter, observe=observe, **changes):
             if isinstance(event, Finished):
                 return event.result
         raise AssertionError("a stream ends with Finished")
@@ -267,6 +274,7 @@ class Runtime:
         prompt: str | Sequence[int] | Sequence[Message],
         options: DecodeOptions | None = None,
         *,
+        thinking: bool | None = None,
         drafter: Drafter | None = None,
         observe: Observer | None = None,
         **changes: Any,
@@ -278,9 +286,23 @@ class Runtime:
         if self._target is None:
             raise RuntimeError("this Runtime was closed")
         options = self.resolve(replace(options or DecodeOptions(), **changes))
-        ids = self.prompt_ids(prompt)
+        ids = self.prompt_ids(prompt, thinking)
         decoding = self.decoding
-        wanted = decoding.blocks(len(ids), options.max_new_tokens) * decoding.block_width
+        if options.whole and decoding.exact_cache:
+            raise usage_error(
+                "whole",
+                "whole sequences are for targets with full attention",
+                seen="a block-causal target, whose cache is exact as it is",
+                fix="leave it out",
+            )
+        if not options.fuse and (decoding.given_start or not decoding.exact_cache):
+            raise usage_error(
+                "fuse",
+                "this target never opens a block in the pass that stores the one before",
+                seen="its blocks' first tokens are given" if decoding.given_start else "full attention",
+                fix="leave out --no-fuse",
+            )
+        wanted = decoding.positions(len(ids), options.max_new_tokens)
         if wanted > decoding.max_positions:
             room = decoding.max_positions - len(ids)
             raise usage_error(
@@ -292,7 +314,14 @@ class Runtime:
             )
         if drafter is None and options.budget:
             drafter = self.spot_drafter(options)
-        target = RequestTarget(self._target, decoding, options.temperature, padded=options.padded, fuse=options.fuse)
+        target = request_target(
+            self._target,
+            decoding,
+            options.temperature,
+            padded=options.padded,
+            fuse=options.fuse,
+            whole=options.whole,
+        )
         return self._events(target, ids, options, drafter, observe)
 
     def _events(
@@ -305,7 +334,7 @@ class Runtime:
     ) -> Iterator[Event]:
         began = time.perf_counter()
         decoding, figures = self.decoding, Figures()
-        length = decoding.blocks(len(ids), options.max_new_tokens) * decoding.block_width
+        length = decoding.positions(len(ids), options.max_new_tokens)
         sequence = np.full(length, decoding.mask_id, np.int64)
         sequence[: len(ids)] = ids
         limit = len(ids) + options.max_new_tokens
@@ -341,6 +370,8 @@ class Runtime:
                 nfe=figures.nfe,
                 prefill_forwards=target.prefill_forwards,
                 store_forwards=target.store_forwards,
+                refresh_forwards=target.refresh_forwards,
+                given=figures.given,
                 commits=figures.commits,
                 accepted=figures.accepted,
                 rounds=figures.rounds,
@@ -356,6 +387,6 @@ class Runtime:
                 seed=options.seed,
                 verifier=options.verifier,
                 backend=self.backend,
-                exact=options.exact and decoding.exact_cache and exact_here,
+                exact=options.exact and (decoding.exact_cache or options.whole) and exact_here,
             )
         )

@@ -20,7 +20,7 @@ from spot_deploy.runtime.manifest import Decoding
 from spot_deploy.runtime.noise import Noise
 from spot_deploy.runtime.sampler import next_state, perturbed
 from spot_deploy.runtime.state import Commit, State
-from spot_deploy.runtime.target import RequestTarget
+from spot_deploy.runtime.target import request_target
 
 
 @dataclass(frozen=True)
@@ -51,29 +51,39 @@ def audit(
     """
     width = decoding.block_width
     noise = Noise(options.seed, options.sample) if options.temperature > 0 else None
-    target = RequestTarget(session, decoding, options.temperature, fuse=options.fuse)
-    first = len(prompt) // width
-    if first:
-        target.prefill(prompt[: first * width])
+    target = request_target(session, decoding, options.temperature, fuse=options.fuse, whole=options.whole)
+    target.begin(prompt, options.max_new_tokens)
+    origin = decoding.origin(len(prompt))
     near_ties = violations = 0
     state: State | None = None
-    finished: Array | None = None
+    given_next = False  # the next commit is the block's first token, which the target gives
+    opened = False
     for event in events:
-        block, position = divmod(event.position, width)
+        block, position = divmod(event.position - origin, width)
         commit = Commit(position, event.token)
         if state is None:
-            given = prompt[block * width :][:width] if finished is None else prompt[:0]
-            state = State.opened(block, given, width, decoding.mask_id)
-            head = target.open_first(state) if finished is None else target.open_next(finished, state)
+            given = prompt[origin + block * width :][:width]
+            state, opened = State.opened(block, given, width, decoding.mask_id), False
+            given_next = decoding.given_start and not len(given)
+        if given_next:
+            head = target.first_token()
+        elif not opened:
+            head, opened = target.open(state), True
         else:
             head = target.verify([state], budget=0)[0]
         if next_state(state, head, noise)[1] != commit:
             explained = near_tie(state, head, noise, commit, error)
             near_ties += explained
             violations += not explained
-        state = state.after(commit)
+        state = (
+            State.opened(block, np.array([commit.token]), width, decoding.mask_id)
+            if given_next
+            else state.after(commit)
+        )
+        given_next = False
         if not len(state.masked):
-            finished, state = state.tokens, None
+            target.finish(state.tokens)
+            state = None
     return Audit(len(events), near_ties, violations)
 
 

@@ -42,6 +42,7 @@ class DecodeOptions:
         fuse: open blocks by a two-segment pass; False uses a store pass and an opening, another engine mode.
         draft_tail: see SpotDrafter.
         sequential: verify states one at a time (for telling logic errors from kernel effects).
+        whole: for targets with full attention: every pass runs whole sequences, exact, in place of a frozen cache.
     """
 
     max_new_tokens: int = 256
@@ -59,6 +60,7 @@ class DecodeOptions:
     fuse: bool = True
     draft_tail: bool = False
     sequential: bool = False
+    whole: bool = False
 
     def __post_init__(self) -> None:
         def number(name: str, low: float, high: float, kind: type = float) -> bool:
@@ -98,8 +100,9 @@ class Figures:
     """What a run did.
 
     Attributes:
-        nfe: denoise passes (the paper's count); prefill and store passes are counted apart, by RequestTarget.
-        commits: everything committed, `nfe + accepted`.
+        nfe: denoise passes (the paper's count); prefill, store and refresh passes are counted apart, by RequestTarget.
+        given: first tokens of blocks that came from a store pass.
+        commits: everything committed, `nfe + accepted + given`.
         accepted: drafted states that were accepted; `accepted_per_round` by drafted round.
         rounds: passes that verified a root and its drafts (all but the openings).
         drafted: states drafted.
@@ -110,6 +113,7 @@ class Figures:
     """
 
     nfe: int = 0
+    given: int = 0
     commits: int = 0
     accepted: int = 0
     rounds: int = 0
@@ -156,7 +160,7 @@ def decode(
     """Commit until the length is reached or a block holds a stop id.
 
     Args:
-        target: the target's passes for this request, nothing stored yet.
+        target: the target's passes for this request, not begun yet.
         prompt: token ids [P], at least one.
         options: resolved (Runtime.resolve): nothing is None.
         drafter: who drafts; not asked where the budget is 0.
@@ -165,18 +169,24 @@ def decode(
     """
     width, budget = decoding.block_width, options.budget or 0
     noise = Noise(options.seed, options.sample) if options.temperature > 0 else None
-    first = len(prompt) // width
-    if first:
-        target.prefill(prompt[: first * width])
+    target.begin(prompt, options.max_new_tokens)
     figures.phases["prefill"] = target.seconds
-    finished: Array | None = None
-    for block in range(first, decoding.blocks(len(prompt), options.max_new_tokens)):
-        given = prompt[block * width :][:width] if block == first else prompt[:0]
+    origin = decoding.origin(len(prompt))
+    for block in decoding.blocks(len(prompt), options.max_new_tokens):
+        start = origin + block * width
+        given = prompt[start : start + width]
         state = State.opened(block, given, width, decoding.mask_id)
-        head = target.open_first(state) if finished is None else target.open_next(finished, state)
+        if decoding.given_start and not len(given):
+            # Not observed, and no commit of the block: its output is for one position, from which nothing is drafted.
+            _, commit = _advance(state, target.first_token(), noise, figures, None)
+            figures.given += 1
+            yield CommitEvent(start, commit.token, False)
+            given = np.array([commit.token])
+            state = State.opened(block, given, width, decoding.mask_id)
+        head = target.open(state)
         figures.nfe += 1
         root, commit = _advance(state, head, noise, figures, observe)
-        yield CommitEvent(block * width + commit.position, commit.token, False)
+        yield CommitEvent(start + commit.position, commit.token, False)
         while len(root.masked):
             drafts: list[Node] = []
             if drafter is not None and budget and len(root.masked) > 1:
@@ -191,15 +201,15 @@ def decode(
             figures.rounds += 1
             accepted, end = _walk(states, heads, noise, options.verifier, figures, observe)
             for taken in accepted:
-                yield CommitEvent(block * width + taken.position, taken.token, True)
+                yield CommitEvent(start + taken.position, taken.token, True)
             if drafts:
                 figures.drafted += len(drafts)
                 figures.accepted_per_round.append(len(accepted))
                 figures.rejections[_why_ended(drafts, end)] += 1
             state, head, root, commit = end.state, end.head, end.successor, end.commit
-            yield CommitEvent(block * width + commit.position, commit.token, False)
-        finished = root.tokens
-        generated = finished[len(given) :]
+            yield CommitEvent(start + commit.position, commit.token, False)
+        target.finish(root.tokens)
+        generated = root.tokens[max(0, len(prompt) - start) :]
         if not options.ignore_eos and np.isin(generated, decoding.stop_ids).any():
             return
 

@@ -21,9 +21,10 @@ from spot_deploy.engines.errors import SpotDeployError, usage_error
 from spot_deploy.engines.files import read_json
 
 FORMAT = "spot-deploy-bundle"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
 CONFIDENCES = ("tempered", "raw")
+ATTENTIONS = ("block-causal", "full")
 HEDGE_WEIGHTS = ("normalised", "raw", "none")
 MAX_BUDGET = 256
 LIMIT = 2**24  # of any size; what is above is damage
@@ -37,11 +38,14 @@ class Decoding:
         block_width: positions per block, L.
         mask_id, stop_ids, bos_id: special token ids; `bos_id` is None where an empty prompt is not legal.
         confidence: `tempered` (SDAR) or `raw` (LLaDA).
-        logit_shift: 1 where row p-1 predicts position p (Dream); this schema knows 0 only.
+        attention: `block-causal` (a position sees its own block and those before) or `full`.
+        logit_shift: 1 where row p - 1 predicts position p (Dream, Fast-dLLM v2).
+        given_start: the first token of a block comes from the pass that stores the block before (Fast-dLLM v2).
         max_positions: capacity in positions.
         buckets: prefix sizes that engines run, rising, multiples of the block width.
         prefill_positions: positions per prefill pass at most.
-        exact_cache: whether cached keys and values are those of the true model.
+        exact_cache: whether cached keys and values are those of the true model; they are where attention is
+            block-causal.
         shape: sizes that fix the target graph's signature.
     """
 
@@ -50,11 +54,12 @@ class Decoding:
     stop_ids: tuple[int, ...]
     bos_id: int | None
     confidence: str
+    attention: str
     logit_shift: int
+    given_start: bool
     max_positions: int
     buckets: tuple[int, ...]
     prefill_positions: int
-    exact_cache: bool
     shape: TargetShape
 
     def __post_init__(self) -> None:
@@ -66,7 +71,11 @@ class Decoding:
             f"a token id of {ids} is outside the vocabulary of {vocab}": all(0 <= i < vocab for i in ids),
             f"the mask id {self.mask_id} is a stop id": self.mask_id not in self.stop_ids,
             f"confidence {self.confidence!r} is none of {CONFIDENCES}": self.confidence in CONFIDENCES,
-            f"logit_shift {self.logit_shift} is not 0": self.logit_shift == 0,
+            f"attention {self.attention!r} is none of {ATTENTIONS}": self.attention in ATTENTIONS,
+            f"logit_shift {self.logit_shift} is not 0 or 1": self.logit_shift in (0, 1),
+            "block-causal attention with shifted logits needs a given start, and only there is one": self.given_start
+            == (self.attention == "block-causal" and self.logit_shift == 1),
+            "a given start needs blocks of two positions": width > 1 or not self.given_start,
             f"max_positions {self.max_positions} is no positive multiple of {width}": self.max_positions >= width
             and self.max_positions % width == 0,
             f"buckets {self.buckets} are not rising multiples of {width} that cover max_positions": bool(self.buckets)
@@ -86,6 +95,16 @@ class Decoding:
             raise ValueError("; ".join(bad))
 
     @property
+    def exact_cache(self) -> bool:
+        """See above."""
+        return self.attention == "block-causal"
+
+    @property
+    def window(self) -> int:
+        """Positions of a verified segment: a block, and the one before it where that predicts its first."""
+        return self.block_width + (self.logit_shift if self.attention == "full" else 0)
+
+    @property
     def reserved(self) -> tuple[int, ...]:
         """Ids that a user's text may never become."""
         return (self.mask_id, *self.stop_ids, *([] if self.bos_id is None else [self.bos_id]))
@@ -94,9 +113,18 @@ class Decoding:
         """The smallest bucket that holds `filled` prefix positions."""
         return next(b for b in self.buckets if b >= filled)
 
-    def blocks(self, prompt: int, new_tokens: int) -> int:
-        """Blocks of the whole sequence: prompt and generation, rounded up."""
-        return math.ceil((prompt + new_tokens) / self.block_width)
+    def origin(self, prompt: int) -> int:
+        """Position where block 0 begins: 0, or the end of the prompt where attention is full (as LLaDA's sampler)."""
+        return 0 if self.attention == "block-causal" else prompt
+
+    def blocks(self, prompt: int, new_tokens: int) -> range:
+        """The blocks to generate; the first may hold the end of the prompt, the last is always filled."""
+        begin, width = prompt - self.origin(prompt), self.block_width
+        return range(begin // width, math.ceil((begin + new_tokens) / width))
+
+    def positions(self, prompt: int, new_tokens: int) -> int:
+        """Positions of the whole sequence: prompt and generation, up to the end of the last block."""
+        return self.origin(prompt) + self.blocks(prompt, new_tokens).stop * self.block_width
 
 
 def default_buckets(block_width: int, max_positions: int) -> tuple[int, ...]:
@@ -177,6 +205,7 @@ class Manifest:
 def to_document(manifest: Manifest) -> dict[str, Any]:
     """The manifest as JSON values."""
     decoding = {f.name: getattr(manifest.decoding, f.name) for f in fields(Decoding)}
+    decoding["exact_cache"] = manifest.decoding.exact_cache
     decoding["shape"] = {f.name: getattr(manifest.decoding.shape, f.name) for f in fields(TargetShape)}
     decoding["tie_rule"] = "equal confidence: lowest position; equal logits: lowest id"
     return {
@@ -295,10 +324,13 @@ def _parse(document: dict[str, Any]) -> Manifest:
         stop_ids=_integers(raw, "stop_ids"),
         bos_id=None if raw["bos_id"] is None else _take(raw, "bos_id", int),
         confidence=_take(raw, "confidence", str),
+        attention=_take(raw, "attention", str),
+        given_start=_take(raw, "given_start", bool),
         buckets=_integers(raw, "buckets"),
-        exact_cache=_take(raw, "exact_cache", bool),
         shape=shape,
     )
+    if _take(raw, "exact_cache", bool) != decoding.exact_cache:
+        raise ValueError(f"exact_cache is {raw['exact_cache']}, attention {decoding.attention!r}")
     speculation = Speculation(
         order_model=_take(spec, "order_model", bool),
         budgets=_integers(spec, "budgets"),

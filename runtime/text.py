@@ -6,10 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from spot_deploy.engines.errors import SpotDeployError
+from spot_deploy.engines.errors import SpotDeployError, usage_error
 from spot_deploy.engines.files import read_json
 
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
+THINKING = "enable_thinking"  # variable of chat templates (Qwen3)
 GOLDEN, GOLDEN_PASS = "golden.json", "golden.npz"
 Message = Mapping[str, str]
 
@@ -67,15 +68,24 @@ class Text:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], thinking: bool | None = None) -> str:
         """The chat template applied to messages, ending where the assistant's answer begins.
 
+        Args:
+            thinking: the template's switch `enable_thinking`; None leaves it at the template's own default.
+
         Raises:
-            SpotDeployError: the target has no template, or the template refuses the messages.
+            SpotDeployError: the target has no template, the template refuses the messages, or it has no such switch.
         """
         if self._template is None:
             raise SpotDeployError(
                 "no-chat-template", "this target has no chat template", fix="leave out --chat and give the plain prompt"
+            )
+        if thinking is not None and THINKING not in self._template:
+            raise usage_error(
+                "no-thinking-switch",
+                "this target's chat template has no switch for thinking",
+                fix="leave out --thinking and --no-thinking",
             )
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -89,7 +99,10 @@ class Text:
         environment.globals["raise_exception"] = refuse
         try:
             return environment.from_string(self._template).render(
-                messages=[dict(m) for m in messages], add_generation_prompt=True, **self._named
+                messages=[dict(m) for m in messages],
+                add_generation_prompt=True,
+                **self._named,
+                **({} if thinking is None else {THINKING: thinking}),
             )
         except jinja2.TemplateSyntaxError as error:
             raise SpotDeployError(
@@ -103,14 +116,14 @@ class Text:
                 fix="check the roles and their order",
             ) from error
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of rendered messages; only the template's own special tokens count as such."""
+    def encode_chat(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
+        """Token ids of rendered messages; only the template's own special tokens count as such. As `render`."""
         if not any(token in m["content"] for m in messages for token in self._special):
-            return self._encode_template(self.render(messages))
+            return self._encode_template(self.render(messages, thinking))
         # Contents that spell out special tokens are replaced by marks, and encoded apart.
         marks = [chr(0xF0000 + i) for i in range(len(messages))]
         marked = [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)]
-        rendered = self.render(marked)
+        rendered = self.render(marked, thinking)
         ids: list[int] = []
         text = ""
         for character in rendered:
@@ -135,8 +148,10 @@ class Text:
         golden = read_json(folder / GOLDEN, code="golden", fix=fix)
         try:
             cases = [("text", case["text"], self.encode(case["text"]), case["ids"]) for case in golden["encodings"]]
-            chats = [(case["messages"], case["ids"]) for case in golden["chats"]]
-            cases += [("chat", messages, self.encode_chat(messages), ids) for messages, ids in chats]
+            cases += [
+                ("chat", case["messages"], self.encode_chat(case["messages"], case["thinking"]), case["ids"])
+                for case in golden["chats"]
+            ]
         except (KeyError, TypeError, ValueError) as error:
             raise SpotDeployError("golden", f"{GOLDEN} is damaged", seen=repr(error)[:200], fix=fix) from error
         for kind, source, seen, wanted in cases:

@@ -31,7 +31,6 @@ import platform
 import resource
 import shlex
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
@@ -57,7 +56,8 @@ from spot_deploy.export.checkpoint import Checkpoint, open_checkpoint
 from spot_deploy.export.decoder import Decoder
 from spot_deploy.export.parity import load_native
 from spot_deploy.export.target_graph import TargetGraph
-from spot_deploy.export.trace import WEIGHTS, save_graph, stored_tensors, trace_target
+from spot_deploy.export.trace import save_graph, trace_target
+from spot_deploy.export.weights import WEIGHTS, StoredTensor, hollow_decoder, stream_weights
 from spot_deploy.runtime.api import Runtime
 from spot_deploy.runtime.bundle import Bundle, open_bundle
 from spot_deploy.runtime.decode import DecodeOptions
@@ -65,7 +65,7 @@ from spot_deploy.runtime.drafters import OracleDrafter
 from spot_deploy.runtime.manifest import Decoding
 from spot_deploy.runtime.noise import Noise
 from spot_deploy.runtime.state import Commit, State
-from spot_deploy.runtime.target import RequestTarget, block_causal
+from spot_deploy.runtime.target import BlockCausalTarget, block_causal
 from spot_deploy.training.prompts import read_prompts
 from spot_deploy.training.replay import Trajectory
 
@@ -209,28 +209,20 @@ def open_engines(bundle: Bundle, args: argparse.Namespace, *, probe: bool) -> It
 # Random targets
 
 
-def stream_weights(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Write random float32 weights as safetensors, one piece at a time. Vectors are norms: all ones."""
-    rng, at = np.random.default_rng(0), 0
-    places: dict[str, tuple[int, int]] = {}
-    for name, shape in shapes.items():
-        places[name] = (at, 4 * int(np.prod(shape)))
-        at += places[name][1]
-    header = {
-        name: {"dtype": "F32", "shape": list(shapes[name]), "data_offsets": [start, start + length]}
-        for name, (start, length) in places.items()
-    }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for shape in shapes.values():
-            left = int(np.prod(shape))
-            while left:
-                count = min(left, 1 << 22)
-                piece = rng.standard_normal(count, np.float32) * np.float32(0.02)
-                file.write((piece if len(shape) > 1 else np.ones(count, np.float32)).tobytes())
-                left -= count
+def random_weights(shapes: Mapping[str, tuple[int, ...]]) -> Callable[[str], torch.Tensor]:
+    """Random float32 tensors by name. Vectors are norms: all ones."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(name: str) -> torch.Tensor:
+        shape = shapes[name]
+        return torch.randn(shape, generator=generator) * 0.02 if len(shape) > 1 else torch.ones(shape)
+
+    return tensor
+
+
+def write_weights(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
+    """A safetensors file of random weights, one tensor in memory at a time."""
+    return stream_weights(shapes, dict.fromkeys(shapes, torch.float32), random_weights(shapes), path)
 
 
 def write_settings(folder: Path, size: str, width: int) -> Checkpoint:
@@ -246,23 +238,18 @@ def write_settings(folder: Path, size: str, width: int) -> Checkpoint:
 def write_checkpoint(folder: Path, size: str, width: int) -> Checkpoint:
     """A whole random checkpoint."""
     checkpoint = write_settings(folder, size, width)
-    names = checkpoint.family.tensor_names(checkpoint.spec)
-    stream_weights(folder / "model.safetensors", {names[n]: s for n, s in Decoder.shapes(checkpoint.spec)})
+    sources = checkpoint.family.sources(checkpoint.spec)
+    write_weights(folder / "model.safetensors", {sources[n].names[0]: s for n, s in Decoder.shapes(checkpoint.spec)})
     return checkpoint
 
 
 def write_graph(folder: Path, checkpoint: Checkpoint) -> Path:
-    """The target graph over streamed weights. What is traced has single numbers stretched to the weights' shapes."""
-    stream_weights(folder / WEIGHTS, dict(Decoder.shapes(checkpoint.spec)))
-    offsets = stored_tensors(folder / WEIGHTS)
+    """The target graph over streamed weights, traced without them."""
+    shapes = dict(Decoder.shapes(checkpoint.spec))
+    offsets = write_weights(folder / WEIGHTS, shapes)
     if checkpoint.spec.tied_head:
         offsets["head.weight"] = offsets["embed.weight"]
-    with torch.device("meta"):
-        decoder = Decoder(checkpoint.spec)
-    for module in decoder.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            stretched = torch.ones(1).expand(p.shape) if p.dim() > 1 else torch.ones(p.shape)
-            setattr(module, name, torch.nn.Parameter(stretched, requires_grad=False))
+    decoder = hollow_decoder(checkpoint.spec, torch.float32, random_weights(shapes))
     shape, width = checkpoint.decoding.shape, checkpoint.decoding.block_width
     graph = TargetGraph(decoder, checkpoint.banned, "split", shape.raw_confidence)
     save_graph(trace_target(graph, shape, width), folder / "target.onnx", external=offsets, prefix="decoder.")
@@ -288,7 +275,7 @@ def cost_curves(
         decoding, block_width=width, max_positions=prefix, buckets=(prefix,), prefill_positions=max(width, prefix)
     )
     rng = np.random.default_rng(0)
-    target = RequestTarget(session, decoding, 0.0)
+    target = BlockCausalTarget(session, decoding, 0.0)
     filled = max(width, min(prefix * 3 // 4, prefix - width) // width * width)
     target.cache.reserve(filled)
     for buffer in target.cache.past:
@@ -312,7 +299,8 @@ def cost_curves(
 
     def opening() -> float:
         finished, fresh = state(0).tokens, replace(state(width), block=block + 1)
-        return engine_seconds(lambda: target.open_next(finished, fresh))
+        target.finish(finished)
+        return engine_seconds(lambda: target.open(fresh))
 
     shapes = [(kind, count) for kind in args.masks for count in sorted({1, *args.states})]
     seen: dict[tuple[str, int], list[float]] = {shape: [] for shape in shapes}
@@ -451,7 +439,7 @@ class PlainLoop:
         began, decoding = time.perf_counter(), self.decoding
         cache: Any = DynamicCache()
         width, passes = decoding.block_width, 0
-        blocks = decoding.blocks(len(prompt), max_new_tokens)
+        blocks = decoding.blocks(len(prompt), max_new_tokens).stop
         sequence = torch.full((blocks * width,), decoding.mask_id)
         sequence[: len(prompt)] = torch.tensor(prompt)
         first = len(prompt) // width

@@ -31,7 +31,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from spot_deploy.engines.contracts import MASKED
 from spot_deploy.engines.files import atomic_path, write_json, write_text
 from spot_deploy.export.decoder import Decoder, DecoderSpec, masked_attend
-from spot_deploy.export.families import llada_tensor_names, qwen3_tensor_names
+from spot_deploy.export.families.llada import LLADA
+from spot_deploy.export.families.sdar import SDAR
 from spot_deploy.training.checkpoints import load_state, save_state
 from spot_deploy.training.schedule import set_learning_rate
 
@@ -202,7 +203,7 @@ def write_checkpoint(folder: Path, model: Decoder, tokenizer: Tokenizer, args: a
         "torch_dtype": "bfloat16",
     }
     if full:
-        names = llada_tensor_names(spec)
+        sources = LLADA.sources(spec)
         config = {
             "architectures": ["LLaDAModelLM"],
             "model_type": "llada",
@@ -216,7 +217,7 @@ def write_checkpoint(folder: Path, model: Decoder, tokenizer: Tokenizer, args: a
             "max_sequence_length": args.max_positions,
         }
     else:
-        names = qwen3_tensor_names(spec)
+        sources = SDAR.sources(spec)
         config = {
             "architectures": ["SDARForCausalLM"],
             "model_type": "sdar",
@@ -234,7 +235,7 @@ def write_checkpoint(folder: Path, model: Decoder, tokenizer: Tokenizer, args: a
         }
     own = dict(model.named_parameters())
     with atomic_path(folder / "model.safetensors") as path:
-        weights = {names[n]: p.detach().to(torch.bfloat16).contiguous() for n, p in own.items()}
+        weights = {sources[n].names[0]: p.detach().to(torch.bfloat16).contiguous() for n, p in own.items()}
         save_file(weights, path, metadata={"format": "pt"})
     with atomic_path(folder / "tokenizer.json") as path:
         tokenizer.save(str(path))

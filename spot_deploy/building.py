@@ -147,6 +147,8 @@ def engine_limits(manifest: Manifest, inputs: EngineInputs) -> Limits:
         budget=max(b for b in budgets if b <= manifest.speculation.budget),
         requests=inputs.requests,
         prefill_positions=decoding.prefill_positions,
+        window=decoding.window,
+        whole=0 if decoding.exact_cache else decoding.max_positions,
     )
 
 

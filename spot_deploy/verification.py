@@ -26,9 +26,8 @@ from spot_deploy.runtime.audit import audit
 from spot_deploy.runtime.bundle import Bundle
 from spot_deploy.runtime.decode import CommitEvent, DecodeOptions
 from spot_deploy.runtime.drafters import Drafter, OracleDrafter
-from spot_deploy.runtime.head import Head, summarise
-from spot_deploy.runtime.state import Commit, State
-from spot_deploy.runtime.target import RequestTarget
+from spot_deploy.runtime.head import summarise
+from spot_deploy.runtime.target import BlockCausalTarget
 from spot_deploy.runtime.text import GOLDEN, GOLDEN_PASS
 from spot_deploy.training.replay import Trajectory
 
@@ -80,7 +79,7 @@ def _apart(seen: Array, wanted: Array) -> float:
 def elementwise(bundle: Bundle, session: TargetSession, precision: str) -> list[Gate]:
     """Prefill and a tree of nine states against the golden pass: largest logits and best tokens."""
     golden = golden_pass(bundle.path)
-    target = RequestTarget(session, bundle.manifest.decoding, 0.0)
+    target = BlockCausalTarget(session, bundle.manifest.decoding, 0.0)
     target.prefill(golden["clean"])
     out = target.whole(golden["states"])
     wanted, seen = golden["top_logits"], out.top_logits
@@ -119,7 +118,8 @@ def invariance(bundle: Bundle, session: TargetSession, budgets: tuple[int, ...],
     """The invariance probe over all that an engine shall serve."""
     decoding = bundle.manifest.decoding
     states = max(2, 1 + budgets[-1])
-    return probe_invariance(session, decoding.shape, decoding.block_width, decoding.buckets, states, requests)
+    whole = () if decoding.exact_cache else (2 * decoding.window, 3 * decoding.window + 1)
+    return probe_invariance(session, decoding.shape, decoding.window, decoding.buckets, states, requests, whole=whole)
 
 
 def invariance_gates(probe: dict[str, Any], precision: str, *, strict_before: bool = False) -> list[Gate]:
@@ -148,7 +148,7 @@ def invariance_gates(probe: dict[str, Any], precision: str, *, strict_before: bo
 
 
 def golden_traces(bundle: Bundle) -> list[dict[str, Any]]:
-    """The golden commit traces of the bundle, of at least one kind."""
+    """The golden prompts of the bundle, with commit traces if the whole native class ran at export."""
     traces: list[dict[str, Any]] = read_json(bundle.path / GOLDEN, code="golden", fix="export the bundle again")[
         "traces"
     ]
@@ -157,22 +157,21 @@ def golden_traces(bundle: Bundle) -> list[dict[str, Any]]:
 
 def commit_traces(runtime: Runtime, bundle: Bundle, precision: str) -> Gate:
     """Replay the golden commit traces draft-free. In float32 every commit must be equal."""
-    traces = golden_traces(bundle)
+    traces = [trace for trace in golden_traces(bundle) if trace["commits"]]
+    if not traces:
+        text = "the bundle has none (exported without --parity full); the golden pass stands alone"
+        return Gate("traces", True, text, {"traces": 0, "commits": 0, "first_differences": []})
     commits, differences, first_text = 0, [], ""
     for trace in traces:
-        seen: list[list[int]] = []
-
-        def observe(state: State, head: Head, commit: Commit, seen: list[list[int]] = seen) -> None:
-            seen.append([state.block, commit.position, commit.token])
-
-        options = {key: trace[key] for key in ("temperature", "seed", "max_new_tokens")}
-        runtime.generate(trace["prompt"], budget=0, ignore_eos=True, observe=observe, **options)
+        options = {key: trace[key] for key in ("temperature", "seed", "max_new_tokens", "whole")}
+        events = runtime.stream(trace["prompt"], budget=0, ignore_eos=True, **options)
+        seen = [[event.position, event.token] for event in events if isinstance(event, CommitEvent)]
         pairs = itertools.zip_longest(seen, trace["commits"])
         first = next((index for index, (commit, wanted) in enumerate(pairs) if commit != wanted), None)
         differences.append(first)
         if first is not None and not first_text:
             pair = [(commits[first] if first < len(commits) else None) for commits in (seen, trace["commits"])]
-            first_text = f"; commit {first} is block, position, token = {pair[0]}, golden {pair[1]}"
+            first_text = f"; commit {first} is position, token = {pair[0]}, golden {pair[1]}"
         commits += len(seen)
     differ = [n for n in differences if n is not None]
     text = f"{commits} commits equal"
@@ -190,11 +189,17 @@ def _runs(
     room = decoding.max_positions // 2
     for index, trace in enumerate(golden_traces(bundle)):
         tokens = min(max(trace["max_new_tokens"], 2 * decoding.block_width, 64), room)
-        if decoding.blocks(len(trace["prompt"]), tokens) * decoding.block_width > decoding.max_positions:
+        if decoding.positions(len(trace["prompt"]), tokens) > decoding.max_positions:
             continue
         for temperature in (0.0, 1.0):
             options = runtime.resolve(
-                DecodeOptions(temperature=temperature, seed=seed + index, max_new_tokens=tokens, ignore_eos=True)
+                DecodeOptions(
+                    temperature=temperature,
+                    seed=seed + index,
+                    max_new_tokens=tokens,
+                    ignore_eos=True,
+                    whole=trace["whole"],
+                )
             )
             trajectory = Trajectory()
             runtime.generate(trace["prompt"], replace(options, budget=0), observe=trajectory)
@@ -226,7 +231,7 @@ def speculative_equality(
         for run in _runs(runtime, bundle, budgets, 1000 * sitting)
     )
     for prompt, options, drafter in planned:
-        key = (tuple(prompt), options.temperature, options.seed)
+        key = (tuple(prompt), options.temperature, options.seed, options.whole)
         if key not in controls:
             controls[key] = runtime.generate(prompt, replace(options, budget=0))
         events = list(runtime.stream(prompt, options, drafter=drafter))

@@ -18,10 +18,17 @@ OWNERS = {
     "openvino": {"engines/ov.py"},
     "tensorrt": {"engines/trt.py"},
     "tensorrt_rtx": {"engines/trt.py"},
-    "transformers": {"export/families.py", "export/bundle_writer.py"},
+    "transformers": {
+        *(
+            f"export/families/{name}.py"
+            for name in ("sdar", "llada", "llada_moe", "llada2", "dream", "stable_diffcoder")
+        ),
+        "export/bundle_writer.py",
+        "export/parity.py",
+    },
     "tokenizers": {"runtime/text.py"},
     "jinja2": {"runtime/text.py", "export/bundle_writer.py"},
-    "onnx_ir": {"export/trace.py", "export/summary.py", "export/quantize.py"},
+    "onnx_ir": {"export/trace.py", "export/summary.py", "export/quantize.py", "export/weights.py"},
 }
 FILES = [p for room in (*ROOMS, "spot_deploy") for p in sorted((ROOT / room).rglob("*.py"))]
 

@@ -43,7 +43,11 @@ def command(bundle: Path, layers: bool, as_json: bool) -> None:
     lines = {
         "bundle": f"{manifest.bundle_id[:16]}  ({manifest.created_by}, {manifest.created_at})",
         "target": f"{source['family']} {source['checkpoint']}, {manifest.precision}, vocabulary {decoding.shape.vocab}",
-        "block": f"{decoding.block_width} positions, confidence {decoding.confidence}",
+        "block": f"{decoding.block_width} positions, confidence {decoding.confidence}"
+        + (", first token given" if decoding.given_start else ""),
+        "attention": f"{decoding.attention}, "
+        + ("exact cache" if decoding.exact_cache else "frozen cache (run --whole is exact)")
+        + (", logits shifted by one" if decoding.logit_shift else ""),
         "capacity": f"{decoding.max_positions} positions, prefix buckets {', '.join(map(str, decoding.buckets))}",
         "tokens": f"mask {decoding.mask_id}, stop {', '.join(map(str, decoding.stop_ids))}, bos {decoding.bos_id}",
         "drafting": (

@@ -25,6 +25,7 @@ VERBS = {
     "record": "Record draft-free trajectories of a target, to train an order model on.",
     "train-drafter": "Train an order model on recorded trajectories.",
     "eval-drafter": "Measure an order model: accuracy, coverage, passes against oracles.",
+    "drafter": "Take an order model that was made elsewhere (drafter import).",
 }
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 @bundle_argument
 @click.option("--prompt", required=True, metavar="TEXT|-", help="The prompt; - reads standard input.")
 @click.option("--chat", is_flag=True, help="Put the prompt into the target's chat template as the user's turn.")
+@click.option("--thinking/--no-thinking", default=None, help="With --chat: the template's switch. [template's default]")
 @click.option(
     "--budget", type=click.IntRange(0, MAX_BUDGET), help="Drafted states per pass; 0 is draft-free. [bundle's default]"
 )
@@ -74,6 +75,11 @@ if TYPE_CHECKING:
 @click.option(
     "--fuse/--no-fuse", default=True, show_default=True, help="Open a block in the pass that stores the one before."
 )
+@click.option(
+    "--whole",
+    is_flag=True,
+    help="Targets with full attention (LLaDA, Dream): run whole sequences, exact, in place of a frozen cache.",
+)
 @backend_option
 @threads_option
 @click.option("--stream/--no-stream", default=None, help="Show text as it settles. [default: on a terminal]")
@@ -83,6 +89,7 @@ def command(
     bundle: Path,
     prompt: str,
     chat: bool,
+    thinking: bool | None,
     backend: str,
     threads: int | None,
     stream: bool | None,
@@ -93,6 +100,8 @@ def command(
     """Decode a prompt with BUNDLE. Text on stdout, figures on stderr."""
     from spot_deploy.runtime.api import Runtime
 
+    if thinking is not None and not chat:
+        raise usage_error("thinking", "only a chat template has a switch for thinking", fix="add --chat")
     options = DecodeOptions(**choices)
     text = read_prompt(prompt)
     given: Any = [{"role": "user", "content": text}] if chat else text
@@ -103,8 +112,8 @@ def command(
             )
         probed = runtime.exact_budget
         show = not as_json and (sys.stdout.isatty() if stream is None else stream)
-        result = _decode(runtime, given, options, show)
-        control = _decode(runtime, given, replace(options, budget=0), False) if compare else None
+        result = _decode(runtime, given, thinking, options, show)
+        control = _decode(runtime, given, thinking, replace(options, budget=0), False) if compare else None
     if control is not None and options.exact and result.exact and control.token_ids != result.token_ids:
         _raise_unequal(result, control)
     if as_json:
@@ -121,13 +130,13 @@ def command(
         click.echo("the texts are identical" if same else "the texts differ (this mode is not exact)", err=True)
 
 
-def _decode(runtime: Runtime, prompt: Any, options: DecodeOptions, show: bool) -> Result:
+def _decode(runtime: Runtime, prompt: Any, thinking: bool | None, options: DecodeOptions, show: bool) -> Result:
     from spot_deploy.runtime.api import TextEvent
 
     if not show:
         with spinner("decoding", only_terminal=True):
-            return runtime.generate(prompt, options)
-    for event in runtime.stream(prompt, options):
+            return runtime.generate(prompt, options, thinking=thinking)
+    for event in runtime.stream(prompt, options, thinking=thinking):
         if isinstance(event, TextEvent):
             click.echo(event.text, nl=False)
     click.echo()
@@ -151,6 +160,9 @@ def _raise_unequal(result: Result, control: Result) -> None:
 def _exactness(result: Result, probed: int) -> str:
     if result.exact:
         return "yes"
+    if result.refresh_forwards:
+        text = f"no (frozen cache, refreshed by {result.refresh_forwards} of the passes"
+        return text + (f"; equal to draft-free decoding in this mode up to budget {probed}; --whole is exact)")
     if result.verifier == "greedy" and result.temperature > 0:
         return "no (the greedy verifier is not, above temperature 0)"
     if result.budget > probed > 0:

@@ -233,7 +233,7 @@ def test_a_golden_trace_that_differs_fails_the_build(tiny_copy, monkeypatch):
 
     def changed(path, **options):
         golden = real(path, **options)
-        golden["traces"][1]["commits"][7][2] ^= 1
+        golden["traces"][1]["commits"][7][1] ^= 1
         return golden
 
     path = record_path(tiny_copy, "onnxruntime")

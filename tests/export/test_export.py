@@ -19,7 +19,7 @@ from spot_deploy.engines.files import STAGING
 from spot_deploy.export import bundle_writer, parity
 from spot_deploy.export.bundle_writer import ExportOptions, export_bundle
 from spot_deploy.export.checkpoint import open_checkpoint
-from spot_deploy.export.families import SDAR
+from spot_deploy.export.families.sdar import SDAR
 from spot_deploy.export.order_model import OrderModel
 from spot_deploy.runtime.drafters import OracleDrafter
 from spot_deploy.runtime.manifest import read_manifest
@@ -119,17 +119,16 @@ def test_argmax_gate_forgives_near_ties_only():
 
 def test_trace_gate_can_fail():
     gate = parity.Gate()
-    commits = [[0, 1, 2], [0, 2, 3]]
+    commits = [[1, 2], [2, 3]]
     parity._compare_traces(gate, "same", commits, commits, [1.0, 1.0])
     with pytest.raises(SpotDeployError, match="commit 1"):
-        parity._compare_traces(gate, "other", [[0, 1, 2], [0, 2, 4]], commits, [1.0, 1.0])
+        parity._compare_traces(gate, "other", [[1, 2], [2, 4]], commits, [1.0, 1.0])
 
 
 def test_layer_parity_passes_and_can_fail(tiny_checkpoint, monkeypatch):
     checkpoint = open_checkpoint(tiny_checkpoint)
-    tensors = checkpoint.tensors()
-    measured = parity.layer_parity(checkpoint, tensors)
-    assert {"layer0.logits", "layer1.argmax"} <= set(measured)
+    measured = parity.layer_parity(checkpoint, ["f16", "bf16"])
+    assert {f"layer{i}{p}.hidden" for i in range(2) for p in ("", "-f16", "-bf16")} == set(measured)
     real = parity.Decoder
 
     def broken(spec):
@@ -139,7 +138,7 @@ def test_layer_parity_passes_and_can_fail(tiny_checkpoint, monkeypatch):
 
     monkeypatch.setattr(parity, "Decoder", broken)
     with pytest.raises(SpotDeployError, match="layer0"):
-        parity.layer_parity(checkpoint, tensors)
+        parity.layer_parity(checkpoint, [])
 
 
 def test_tied_head_shards_and_no_order_model(tmp_path):
@@ -182,6 +181,8 @@ def test_existing_output_is_replaced_only_by_force_and_only_if_it_is_a_bundle(ti
 
 REFUSED = {
     "family": ({"architectures": ["LlamaForCausalLM"]}, "checkpoint-family"),
+    "gemma": ({"architectures": ["DiffusionGemmaForBlockDiffusion"]}, "checkpoint-refused"),
+    "a2d-name": ({"architectures": ["A2DQwen3LMHeadModel"]}, "checkpoint-refused"),
     "bias": ({"attention_bias": True}, "checkpoint-unsupported"),
     "rope-scaling": ({"rope_scaling": {"type": "yarn"}}, "checkpoint-unsupported"),
     "field": ({"head_dim": "delete"}, "checkpoint-config"),
@@ -203,6 +204,27 @@ def test_config_that_cannot_be_decoded(checkpoint_copy, changes, code):
     assert caught.value.code == code
 
 
+def test_later_llada2_is_refused_by_its_name(checkpoint_copy):
+    edit_config(checkpoint_copy, architectures=["LLaDA2MoeModelLM"])
+    named = checkpoint_copy.rename(checkpoint_copy.parent / "LLaDA2.1-mini")
+    with pytest.raises(SpotDeployError, match="cannot decode") as caught:
+        open_checkpoint(named)
+    assert caught.value.code == "checkpoint-refused"
+    assert "rewrite" in str(caught.value.wanted)
+
+
+@pytest.mark.parametrize(("field", "option"), [("block_size", "--block-width"), ("mask_token_id", "--mask-id")])
+def test_what_neither_config_nor_name_tells_must_be_given(checkpoint_copy, field, option):
+    folder = checkpoint_copy.rename(checkpoint_copy.parent / "Qwen3-bd3lm")
+    edit_config(folder, architectures=["A2DQwen3LMHeadModel"], **{field: "delete"})
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(SpotDeployError) as caught:
+        open_checkpoint(folder)
+    assert caught.value.code == "checkpoint-decoding"
+    assert option in caught.value.fix
+    assert open_checkpoint(folder, block_width=8, mask_id=299).decoding.block_width == 8
+
+
 def test_tokenizer_with_more_ids_than_the_model(checkpoint_copy):
     path = checkpoint_copy / "tokenizer.json"
     document = json.loads(path.read_text())
@@ -216,14 +238,13 @@ def test_rope_theta_is_read_by_both_sides(checkpoint_copy):
     """The oracle takes its settings from the checkpoint's config, not from what we read out of it."""
     edit_config(checkpoint_copy, rope_theta=500.0)
     checkpoint = open_checkpoint(checkpoint_copy)
-    tensors = checkpoint.tensors()
-    parity.layer_parity(checkpoint, tensors)
+    parity.layer_parity(checkpoint, [])
     misread = replace(checkpoint, spec=replace(checkpoint.spec, rope_theta=10_000.0))
     with pytest.raises(SpotDeployError, match="layer0"):
-        parity.layer_parity(misread, tensors)
+        parity.layer_parity(misread, [])
 
 
-@pytest.mark.parametrize("damage", ["missing", "extra", "shape", "truncated", "no-file"])
+@pytest.mark.parametrize("damage", ["missing", "extra", "shape", "dtype", "truncated", "header", "pickle", "shard"])
 def test_weights_that_do_not_fit(checkpoint_copy, damage):
     path = checkpoint_copy / "model.safetensors"
     tensors = load_file(path)
@@ -233,14 +254,30 @@ def test_weights_that_do_not_fit(checkpoint_copy, damage):
         tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(4)
     elif damage == "shape":
         tensors["model.norm.weight"] = torch.zeros(7)
+    elif damage == "dtype":
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
     save_file(tensors, path)
     if damage == "truncated":
         path.write_bytes(path.read_bytes()[:5000])
-    elif damage == "no-file":
-        path.unlink()
+    elif damage == "header":
+        path.write_bytes(b"x" * 100)
+    elif damage == "pickle":
+        path.rename(path.with_name("pytorch_model.bin"))
+    elif damage == "shard":
+        index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+        (checkpoint_copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    named = {
+        "missing": "model.norm.weight",
+        "extra": "model.layers.0.self_attn.q_proj.bias",
+        "shape": "model.norm.weight",
+        "dtype": "model.norm.weight is F8_E4M3",
+        "pickle": "pytorch_model.bin",
+        "shard": "model-00001-of-00002.safetensors",
+    }
     with pytest.raises(SpotDeployError) as caught:
         open_checkpoint(checkpoint_copy).tensors()
-    assert caught.value.code in ("checkpoint-tensors", "checkpoint-weights")
+    assert caught.value.code in ("checkpoint-tensors", "checkpoint-weights", "checkpoint-dtype")
+    assert named.get(damage, path.name) in str(caught.value) + str(caught.value.seen)
 
 
 def test_undecodable_ids_and_the_mask_are_banned(tiny_checkpoint, tiny_runtime):
@@ -255,7 +292,7 @@ def test_undecodable_ids_and_the_mask_are_banned(tiny_checkpoint, tiny_runtime):
     ("name", "config", "width"), [("SDAR-8B-Chat-b32", {}, 32), ("SDAR-4B", {}, 4), ("x-b32", {"block_size": 16}, 16)]
 )
 def test_block_width_from_config_name_or_default(name, config, width):
-    assert SDAR.block_width(config, name) == width
+    assert SDAR.width(config, name) == width
 
 
 def test_signatures_cover_the_contract():

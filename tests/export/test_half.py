@@ -20,7 +20,8 @@ from spot_deploy.export.bundle_writer import ExportOptions
 from spot_deploy.export.checkpoint import open_checkpoint
 from spot_deploy.export.decoder import Decoder
 from spot_deploy.export.target_graph import TargetGraph
-from spot_deploy.export.trace import save_graph, save_weights
+from spot_deploy.export.trace import save_graph
+from spot_deploy.export.weights import save_weights
 from spot_deploy.runtime.manifest import read_manifest
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}

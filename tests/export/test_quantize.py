@@ -21,7 +21,7 @@ from spot_deploy.export.checkpoint import open_checkpoint
 from spot_deploy.export.decoder import Decoder
 from spot_deploy.export.target_graph import TargetGraph
 from spot_deploy.runtime.manifest import read_manifest
-from spot_deploy.runtime.target import RequestTarget
+from spot_deploy.runtime.target import BlockCausalTarget
 
 PROMPTS = ([5, 6, 7], list(range(20, 40)))
 
@@ -79,7 +79,7 @@ def float_graphs(tiny_bundle, tmp_path):
 def logits(session, decoding, usable, seed=9):
     """Rows of nine partly masked states, and keys and values of the prefix."""
     prefix, states = parity.random_states(decoding, usable, 9, seed)
-    target = RequestTarget(session, decoding, 1.0)
+    target = BlockCausalTarget(session, decoding, 1.0)
     target.prefill(prefix)
     rows = np.stack([h.row(i) for h in target.verify(states, 0) for i in range(len(h.positions))])
     return rows[:, usable], target.cache.past
@@ -288,7 +288,8 @@ def test_tied_head_is_quantised_in_int8_and_kept_in_int4(checkpoint, usable, see
     tensors = {n: t for n, t in checkpoint.tensors().items() if n != "head.weight"}
     tied = replace(checkpoint, spec=replace(checkpoint.spec, tied_head=True))
     graph = graph_of(tied, tensors)
-    from spot_deploy.export.trace import save_graph, save_weights, trace_target
+    from spot_deploy.export.trace import save_graph, trace_target
+    from spot_deploy.export.weights import save_weights
 
     decoding = checkpoint.decoding
     offsets = save_weights(tensors, float_graphs / "weights.safetensors")

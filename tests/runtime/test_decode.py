@@ -106,7 +106,7 @@ def test_no_fuse_equals_its_own_control(temperature, tiny_runtime):
         result = runtime.generate(prompt, options, budget=3)
         assert_identities(result, control, runtime.decoding)
         blocks = runtime.decoding.blocks(len(prompt), 30)
-        assert result.store_forwards == control.store_forwards == blocks - 1
+        assert result.store_forwards == control.store_forwards == len(blocks) - 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

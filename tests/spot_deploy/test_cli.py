@@ -42,9 +42,9 @@ def python(*arguments, **options):
     )
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [*sorted(set(VERBS) - {"drafter"}), "drafter import"])
 def test_every_verb_has_help_and_json(spot, verb):
-    result = spot(verb, "--help")
+    result = spot(*verb.split(), "--help")
     assert result.code == 0
     assert "--json" in result.out
 

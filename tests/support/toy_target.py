@@ -42,7 +42,8 @@ class ToyTarget:
             max_positions=16 * width,
             buckets=(2 * width, 8 * width, 16 * width),
             prefill_positions=2 * width,
-            exact_cache=True,
+            attention="block-causal",
+            given_start=False,
             shape=TargetShape(1, 1, 1, self.vocab, self.raw),
         )
 

@@ -1,0 +1,226 @@
+"""What a checkpoint family is: how its config and tensor names map to the one decoder, and how it is decoded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spot_deploy.engines.errors import SpotDeployError
+from spot_deploy.export.decoder import DecoderSpec, MoeSpec
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one of our parameters comes from.
+
+    Attributes:
+        names: published tensors; several are joined along `axis`.
+        rows: the part of the (only) tensor's first axis that is taken; None: all of it.
+    """
+
+    names: tuple[str, ...]
+    axis: int = 0
+    rows: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One published architecture.
+
+    Attributes:
+        name: short name, in the manifest.
+        architectures, model_types: what its config.json says; the former is looked at first.
+        spec: config to decoder shape.
+        sources: our parameters to the checkpoint's.
+        native: config and number of layers to the native transformers class, the parity oracle, weights not loaded.
+        native_names: names of its parameters for ours; experts are joined as the class has them.
+        mask_id: where the config is silent; None: the tokenizer's mask token, or --mask-id.
+        block_width: where config and name are silent; None: --block-width must tell.
+        confidence: `tempered` or `raw`.
+        attention: `block-causal` or `full`.
+        logit_shift: 1 where row p - 1 predicts position p.
+        given_start: the first token of a block comes from the pass that stores the block before.
+        width_keys: fields of the config that may hold the block width.
+        position_keys: fields that may hold the capacity in positions.
+        refused: why a checkpoint that looks like this family cannot be decoded (config, folder name), or None.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    spec: Callable[[Config], DecoderSpec]
+    sources: Callable[[DecoderSpec], dict[str, Source]]
+    native: Callable[[Config, int], PreTrainedModel]
+    mask_id: int | None
+    block_width: int | None
+    confidence: str = "tempered"
+    attention: str = "block-causal"
+    logit_shift: int = 0
+    given_start: bool = False
+    width_keys: tuple[str, ...] = ("block_size", "block_length")
+    position_keys: tuple[str, ...] = ("max_position_embeddings",)
+    refused: Callable[[Config, str], str | None] = lambda config, name: None
+
+    def width(self, config: Config, folder_name: str) -> int:
+        """From the config, else from a name that ends in -bN (JetLM's convention), else the default.
+
+        Raises:
+            ValueError: none of them tells.
+        """
+        for key in self.width_keys:
+            if isinstance(config.get(key), int):
+                return int(config[key])
+        named = re.search(r"-b(\d+)$", folder_name)
+        if named:
+            return int(named[1])
+        if self.block_width is None:
+            raise ValueError(f"neither the config nor the name tells the block width of a {self.name} checkpoint")
+        return self.block_width
+
+
+def require(config: Config, wanted: Mapping[str, Any]) -> None:
+    """Check that what the decoder does not do is not asked for.
+
+    Raises:
+        SpotDeployError: a field has another value.
+    """
+    for key, value in wanted.items():
+        if config.get(key, value) not in (value, None):
+            raise SpotDeployError(
+                "checkpoint-unsupported",
+                "the checkpoint uses a feature that export does not know",
+                seen=f"{key} = {config[key]!r}",
+                wanted=f"{key} = {value!r}",
+                fix="report the checkpoint's name",
+            )
+
+
+def rope_theta(config: Config) -> float:
+    """The base of plain rotary embeddings, from either spelling of the config."""
+    rope = config.get("rope_parameters") or {}
+    require({"rope_type": rope.get("rope_type", "default")}, {"rope_type": "default"})
+    require(config, {"rope_scaling": None})
+    return float(rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"])
+
+
+def hugging_face_spec(config: Config, *, qk_norm: bool, qkv_bias: bool = False, **more: Any) -> DecoderSpec:
+    """The shape by the field names that most configs share; `more` are further fields of DecoderSpec.
+
+    Only where queries and keys have no norms is head_dim hidden / heads by default, as the native classes have it.
+    """
+    require(config, {"hidden_act": "silu", "use_sliding_window": False})
+    heads = config["num_attention_heads"]
+    return DecoderSpec(
+        vocab=config["vocab_size"],
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config["head_dim"] if qk_norm else config.get("head_dim") or config["hidden_size"] // heads,
+        intermediate=config["intermediate_size"],
+        rope_theta=rope_theta(config),
+        norm_eps=float(config["rms_norm_eps"]),
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        tied_head=bool(config.get("tie_word_embeddings", False)),
+        **more,
+    )
+
+
+# Our names of a layer's parameters to those that most checkpoints use.
+PARTS = {
+    "input_norm.weight": "input_layernorm.weight",
+    "post_norm.weight": "post_attention_layernorm.weight",
+    **{f"{x}.{kind}": f"self_attn.{x}_proj.{kind}" for x in "qkv" for kind in ("weight", "bias")},
+    "o.weight": "self_attn.o_proj.weight",
+    "q_norm.weight": "self_attn.q_norm.weight",
+    "k_norm.weight": "self_attn.k_norm.weight",
+    **{f"{x}.weight": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
+    "router.weight": "mlp.gate.weight",
+    "expert_bias": "mlp.gate.expert_bias",
+    **{f"shared_{x}.weight": f"mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up", "down")},
+}
+ENDS = {
+    "embed.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+
+
+def sources(
+    spec: DecoderSpec,
+    *,
+    parts: Mapping[str, str] = PARTS,
+    ends: Mapping[str, str] = ENDS,
+    layer: str = "model.layers",
+    experts: str = "mlp.experts",
+) -> dict[str, Source]:
+    """Our parameters to published tensors, one to one but for experts: those of a layer stand side by side.
+
+    Args:
+        parts: our names of a layer's parameters to those after the layer's number; more than the spec has are left out.
+        ends: our names of the others to the published ones.
+        layer: what comes before a layer's number.
+        experts: what comes before an expert's number, after the layer's.
+    """
+    from spot_deploy.export.decoder import Decoder
+
+    found = {}
+    for name, _ in Decoder.shapes(spec):
+        if not name.startswith("layers."):
+            found[name] = Source((ends[name],))
+            continue
+        _, number, part = name.split(".", 2)
+        moe = spec.moe_at(int(number))
+        if moe is not None and part in ("gate.weight", "up.weight", "down.weight"):
+            kind = part.removesuffix(".weight")
+            names = tuple(f"{layer}.{number}.{experts}.{e}.{kind}_proj.weight" for e in range(moe.experts))
+            found[name] = Source(names, axis=1 if kind == "down" else 0)
+        else:
+            found[name] = Source((f"{layer}.{number}.{parts[part]}",))
+    return found
+
+
+def native_config(config: Config, layers: int, **changes: Any) -> dict[str, Any]:
+    """Settings for a native config class, from the checkpoint's own config, so that a field that is misread here shows
+    in the parity gates."""
+    other = ("architectures", "model_type", "auto_map", "transformers_version", "torch_dtype", "dtype")
+    settings = {key: value for key, value in config.items() if key not in other}
+    return settings | {"num_hidden_layers": layers, "layer_types": None, "attn_implementation": "eager"} | changes
+
+
+def native_weights(spec: DecoderSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Our tensors under the names that the native transformers classes share; experts as they stack them."""
+    import torch
+
+    parts = PARTS | {"expert_bias": "mlp.gate.e_score_correction_bias"}
+    weights = {}
+    for name, source in sources(spec, parts=parts).items():
+        if len(source.names) == 1:
+            weights[source.names[0]] = tensors[name]
+    for number in range(spec.layers):
+        if (moe := spec.moe_at(number)) is not None:
+            weights |= _native_experts(number, moe, spec.hidden, tensors)
+    if spec.tied_head:
+        weights["lm_head.weight"] = tensors["embed.weight"]
+    assert all(isinstance(tensor, torch.Tensor) for tensor in weights.values())
+    return weights
+
+
+def _native_experts(
+    number: int, moe: MoeSpec, hidden: int, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    import torch
+
+    own, theirs = f"layers.{number}", f"model.layers.{number}.mlp.experts"
+    gate, up = (tensors[f"{own}.{x}.weight"].view(moe.experts, moe.intermediate, hidden) for x in ("gate", "up"))
+    down = tensors[f"{own}.down.weight"].view(hidden, moe.experts, moe.intermediate).permute(1, 0, 2)
+    return {f"{theirs}.gate_up_proj": torch.cat((gate, up), 1), f"{theirs}.down_proj": down.contiguous()}
