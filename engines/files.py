@@ -16,6 +16,11 @@ from typing import Any
 
 from spot_deploy.engines.errors import SpotDeployError
 
+try:
+    import fcntl
+except ImportError:  # Windows: leftovers cannot be told from what is being written
+    fcntl = None  # type: ignore[assignment]
+
 STAGING = ".spot-deploy-staging-"
 
 
@@ -72,7 +77,10 @@ def staged_folder(target: Path, *, force: bool, ours: Callable[[Path], bool]) ->
         raise SpotDeployError(
             "output-path", f"cannot write {target}", seen=str(error), fix="choose another path for the output"
         ) from error
+    held = os.open(stage, os.O_RDONLY) if fcntl is not None else None
     try:
+        if held is not None:
+            fcntl.flock(held, fcntl.LOCK_SH)  # let go when this process ends, however it ends
         stage.chmod(0o777 & ~_umask())
         yield stage
         for path in stage.rglob("*"):
@@ -82,8 +90,24 @@ def staged_folder(target: Path, *, force: bool, ours: Callable[[Path], bool]) ->
         else:
             os.replace(stage, target)
     finally:
+        if held is not None:
+            os.close(held)
         if stage.exists():
             shutil.rmtree(stage)
+
+
+def in_use(path: Path) -> bool:
+    """Whether a process that still runs is writing this staged folder."""
+    if fcntl is None or not path.is_dir():
+        return False
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _check_target(target: Path, force: bool, ours: Callable[[Path], bool]) -> bool:

@@ -153,8 +153,8 @@ def export_bundle(
                 graph = TargetGraph(network, checkpoint.banned, layout, shape.raw_confidence)
                 model = trace_target(graph, shape, width, precision)
                 save_graph(model, stage / f"{role}.onnx", external=places, prefix="decoder.", precision=precision)
-                signature = shape.signature(precision).as_dict()
-                graphs[role] = {"file": f"{role}.onnx", "opset": opset(precision), "signature": signature}
+                described = shape.signature(precision).as_dict()
+                graphs[role] = {"file": f"{role}.onnx", "opset": opset(precision), "signature": described}
         if order is not None:
             say("tracing the order model")
             signature = order_signature(width)

@@ -69,7 +69,7 @@ def stream_weights(
         for name, shape in shapes.items():
             whole = tensor(name)
             assert (tuple(whole.shape), whole.dtype) == (shape, dtypes[name]), name
-            file.write(memoryview(whole.contiguous().flatten().view(torch.uint8).numpy()))
+            whole.contiguous().flatten().view(torch.uint8).numpy().tofile(file)
     return stored_tensors(path)
 
 

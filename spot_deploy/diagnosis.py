@@ -11,7 +11,7 @@ from typing import Any
 
 from spot_deploy.engines import backends, machine
 from spot_deploy.engines.errors import SpotDeployError
-from spot_deploy.engines.files import STAGING
+from spot_deploy.engines.files import STAGING, in_use
 from spot_deploy.engines.record import open_record, record_path
 from spot_deploy.runtime.bundle import open_bundle
 from spot_deploy.runtime.manifest import is_bundle
@@ -114,6 +114,7 @@ def _leftovers(bundles: Iterable[Path]) -> list[Path]:
 
 def _leftover(path: Path, clean: bool) -> dict[str, Any]:
     size = sum(p.stat().st_size for p in ([path] if path.is_file() else path.rglob("*")) if p.is_file())
-    if clean:
+    busy = in_use(path)
+    if clean and not busy:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return {"path": str(path), "bytes": size, "deleted": clean}
+    return {"path": str(path), "bytes": size, "deleted": clean and not busy, "in_use": busy}

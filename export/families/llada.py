@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from spot_deploy.export.decoder import DecoderSpec
-from spot_deploy.export.families.family import Config, Family, Source, require, sources
+from spot_deploy.export.families.family import Config, Family, Source, native_config, require, sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,23 +70,19 @@ def llada_sources(spec: DecoderSpec) -> dict[str, Source]:
 def _native(config: Config, layers: int) -> PreTrainedModel:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    settings = LlamaConfig(
-        vocab_size=config.get("embedding_size") or config["vocab_size"],
-        hidden_size=config["d_model"],
-        intermediate_size=config["mlp_hidden_size"],
-        num_hidden_layers=layers,
-        num_attention_heads=config["n_heads"],
-        num_key_value_heads=config.get("n_kv_heads") or config["n_heads"],
-        rms_norm_eps=config.get("rms_norm_eps", 1e-5),
-        max_position_embeddings=config["max_sequence_length"],
-        tie_word_embeddings=config["weight_tying"],
-        rope_parameters={"rope_type": "default", "rope_theta": config["rope_theta"]},
-        attn_implementation="eager",
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(settings)
+    settings = {
+        "vocab_size": config.get("embedding_size") or config["vocab_size"],
+        "hidden_size": config["d_model"],
+        "intermediate_size": config["mlp_hidden_size"],
+        "num_attention_heads": config["n_heads"],
+        "num_key_value_heads": config.get("n_kv_heads") or config["n_heads"],
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-5),
+        "max_position_embeddings": config["max_sequence_length"],
+        "tie_word_embeddings": config["weight_tying"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]},
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    }
+    return LlamaForCausalLM(LlamaConfig(**native_config(settings, layers)))
 
 
 LLADA = Family(

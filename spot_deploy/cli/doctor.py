@@ -48,6 +48,7 @@ def _show(report: dict[str, Any]) -> None:
         for fault in bundle["faults"]:
             click.echo(f"  FAULT {fault}")
     for left in report["leftovers"]:
-        click.echo(f"leftover    {left['path']} ({left['bytes'] / 1e6:.1f} MB){', deleted' if left['deleted'] else ''}")
-    if any(not left["deleted"] for left in report["leftovers"]):
+        fate = "deleted" if left["deleted"] else "in use by a process that runs" if left["in_use"] else "left"
+        click.echo(f"leftover    {left['path']} ({left['bytes'] / 1e6:.1f} MB), {fate}")
+    if any(not left["deleted"] and not left["in_use"] for left in report["leftovers"]):
         click.echo("these are safe to delete when no other run is at work: spot-deploy doctor --clean")

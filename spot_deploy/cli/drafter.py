@@ -29,7 +29,7 @@ def import_command(file: Path, output: Path, force: bool, as_json: bool) -> None
     if output.exists() and not force:
         raise usage_error("output-exists", f"{output} is already there", fix="give another folder, or --force")
     model, taken = import_order_model(file)
-    card = {"imported_from": file.name, "sha256": sha256(file), "taken_from": taken}
+    card: dict[str, object] = {"imported_from": file.name, "sha256": sha256(file), "taken_from": taken}
     save_order_model(model, output, card)
     document = {"output": str(output), "parameters": sum(p.numel() for p in model.parameters()), **card}
     if as_json:

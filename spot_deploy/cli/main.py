@@ -65,7 +65,10 @@ def main(arguments: list[str] | None = None) -> Any:
     if sys.stdout is None:  # closed by the caller
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminate)  # clean up as after Ctrl-C
+        for name in ("SIGTERM", "SIGHUP"):  # clean up as after Ctrl-C; but nohup is to be heeded, and Windows has none
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, _terminate)
     try:
         code = cli.main(given, prog_name="spot-deploy", standalone_mode=False)
         sys.stdout.flush()

@@ -112,3 +112,12 @@ def test_nan_is_never_written(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
         write_json(tmp_path / "a.json", {"a": float("nan")})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_being_written_is_told_from_what_a_killed_run_left(tmp_path):
+    with staged_folder(tmp_path / "out", force=False, ours=has_mark) as stage:
+        assert files.in_use(stage)
+        (stage / "mark").write_text("one")
+    assert not files.in_use(tmp_path / "out")
+    (tmp_path / f"{files.STAGING}x").mkdir()
+    assert not files.in_use(tmp_path / f"{files.STAGING}x")

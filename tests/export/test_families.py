@@ -116,6 +116,24 @@ def test_drafts_change_nothing(exported, backend):
     assert accepted >= 100
 
 
+def test_tensorrt_rtx_builds_the_graphs(exported):
+    _, _, bundle = exported
+    record, built = build_engine(bundle, backend="tensorrt-rtx", precision="f32", targets=("sm89",))
+    assert built
+    assert record.files
+
+
+def test_no_fuse_is_refused_where_nothing_is_fused(exported):
+    name, _, bundle = exported
+    with Runtime.load(bundle) as runtime:
+        if name in FULL or name == "fast-dllm-v2":
+            with pytest.raises(SpotDeployError, match="never opens"):
+                runtime.generate("the cat", fuse=False)
+        else:
+            result = runtime.generate("the cat", fuse=False, max_new_tokens=20, ignore_eos=True, budget=0)
+            assert result.store_forwards == len(runtime.decoding.blocks(result.prompt_tokens, 20)) - 1
+
+
 def test_an_exact_cache_needs_no_whole_sequences(exported):
     name, _, bundle = exported
     if name in FULL:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from spot_deploy.cli.main import VERBS, main
-from spot_deploy.engines.files import STAGING
+from spot_deploy.engines.files import STAGING, staged_folder
 from spot_deploy.training.prompts import read_prompts
 
 
@@ -354,7 +354,7 @@ def test_training_that_diverges_or_cannot_be(spot, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupt_ends_with_130(tiny_bundle, number):
     command = [sys.executable, "-P", "-c", "from spot_deploy.cli.main import main; main()", "run", str(tiny_bundle)]
     process = subprocess.Popen(
@@ -422,7 +422,10 @@ def test_doctor_finds_what_is_wrong_and_what_was_left(spot, tiny_copy, monkeypat
     report = json.loads(spot("doctor", "--json").out)
     assert {entry["path"] for entry in report["leftovers"]} == {str(left), str(tiny_copy.parent / f"{STAGING}y")}
     assert left.exists()
-    assert spot("doctor", "--clean").code == 0
+    with staged_folder(tiny_copy.parent / "other", force=False, ours=lambda _: False) as live:
+        shown = spot("doctor", "--clean")
+        assert (shown.code, live.exists()) == (0, True)
+        assert "in use" in shown.out
     assert not left.exists()
     assert not (tiny_copy.parent / f"{STAGING}y").exists()
     assert (tiny_copy / "engines" / "onnxruntime" / "engine.json").exists()
