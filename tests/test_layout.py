@@ -19,10 +19,7 @@ OWNERS = {
     "tensorrt": {"engines/trt.py"},
     "tensorrt_rtx": {"engines/trt.py"},
     "transformers": {
-        *(
-            f"export/families/{name}.py"
-            for name in ("sdar", "llada", "llada_moe", "llada2", "dream", "stable_diffcoder")
-        ),
+        *(p.relative_to(ROOT).as_posix() for p in (ROOT / "export" / "families").glob("*.py")),
         "export/bundle_writer.py",
         "export/parity.py",
     },

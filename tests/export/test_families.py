@@ -134,25 +134,18 @@ def test_no_fuse_is_refused_where_nothing_is_fused(exported):
             assert result.store_forwards == len(runtime.decoding.blocks(result.prompt_tokens, 20)) - 1
 
 
-def test_an_exact_cache_needs_no_whole_sequences(exported):
+def test_whole_sequences_are_another_model_than_a_frozen_cache_and_need_full_attention(exported):
     name, _, bundle = exported
-    if name in FULL:
-        pytest.skip("full attention")
-    with Runtime.load(bundle) as runtime, pytest.raises(SpotDeployError, match="full attention"):
-        runtime.generate("the cat", whole=True)
-
-
-def test_the_frozen_cache_is_another_model_than_whole_sequences(exported):
-    """Else the modes would not need two names."""
-    name, _, bundle = exported
-    if name not in FULL:
-        pytest.skip("its cache is exact")
     with Runtime.load(bundle) as runtime:
-        texts = [
-            runtime.generate([5, 17, 40], max_new_tokens=40, ignore_eos=True, budget=0, whole=w).token_ids
-            for w in (False, True)
-        ]
-    assert texts[0] != texts[1]
+
+        def tokens(whole):
+            return runtime.generate([5, 17, 40], max_new_tokens=40, ignore_eos=True, budget=0, whole=whole).token_ids
+
+        if name in FULL:
+            assert tokens(whole=True) != tokens(whole=False)
+        else:
+            with pytest.raises(SpotDeployError, match="full attention"):
+                tokens(whole=True)
 
 
 def test_routing_takes_experts_of_the_best_groups_only():
