@@ -27,6 +27,7 @@ from spot_deploy.export.target_graph import TargetGraph
 from spot_deploy.export.trace import (
     HALF_DTYPES,
     OPSET,
+    float32_nodes,
     opset,
     save_graph,
     trace_order_model,
@@ -155,6 +156,8 @@ def export_bundle(
                 save_graph(model, stage / f"{role}.onnx", external=places, prefix="decoder.", precision=precision)
                 described = shape.signature(precision).as_dict()
                 graphs[role] = {"file": f"{role}.onnx", "opset": opset(precision), "signature": described}
+                if precision != "f32":
+                    graphs[role]["float32_nodes"] = float32_nodes(model)
         if order is not None:
             say("tracing the order model")
             signature = order_signature(width)
@@ -184,7 +187,7 @@ def export_bundle(
             half = copy.deepcopy(decoder).to(HALF_DTYPES[precision])
             modules = {x: TargetGraph(half, checkpoint.banned, x, shape.raw_confidence) for x in LAYOUTS}
             files = {layout: stage / f"{target_role(layout, precision)}.onnx" for layout in LAYOUTS}
-            measured["measured"] |= parity.half_parity(checkpoint, decoder, precision, modules, files)
+            measured["measured"] |= parity.half_parity(checkpoint, decoder, precision, modules, files, traces)
         traced_by = "native" if options.parity == "full" else "our decoder"
         write_json(stage / GOLDEN, golden | {"traced_by": traced_by, "traces": [asdict(trace) for trace in traces]})
         manifest = _manifest(checkpoint, order, options, graphs, measured, named_tokens, stage)

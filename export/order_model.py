@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spot_deploy.engines.contracts import FEATURES
+from spot_deploy.engines.contracts import FEATURES, Array
 from spot_deploy.engines.errors import SpotDeployError
 
 WIDTH, LAYERS, HEADS, FEED_FORWARD = 128, 3, 8, 512
@@ -58,6 +58,18 @@ class OrderModel(nn.Module):
             x = layer(x)
         scores = self.score2(F.gelu(self.score1(self.norm(x))))[..., 0]
         return torch.log_softmax(scores.masked_fill(~masked, -torch.inf), -1)
+
+
+class TorchOrderModel:
+    """An order model in torch as a session (engines.contracts.OrderSession), for one that is in no bundle."""
+
+    def __init__(self, model: OrderModel):
+        self._model = model.eval()
+
+    def run(self, features: Array, state_id: Array, depth: Array, masked: Array) -> Array:
+        with torch.inference_mode():
+            log_q: Tensor = self._model(*(torch.from_numpy(x) for x in (features, state_id, depth, masked)))
+        return log_q.numpy()
 
 
 def save_order_model(model: OrderModel, folder: Path, card: dict[str, object]) -> None:

@@ -338,8 +338,9 @@ def half_parity(
     precision: str,
     modules: Mapping[str, TargetGraph],
     graphs: Mapping[str, Path],
+    traces: Sequence[Trace],
 ) -> dict[str, Any]:
-    """16-bit graphs against our decoder in float32.
+    """16-bit graphs against our decoder in float32, and how long they follow its golden traces.
 
     The traced modules run in torch, in the graphs' own dtype. Float16 files run on ONNX Runtime as well, which has no
     bfloat16 kernels.
@@ -348,9 +349,11 @@ def half_parity(
         decoder: in float32.
         modules: by layout, in the graphs' dtype.
         graphs: ONNX files by layout.
+        traces: golden traces; the first commit that differs is recorded, and fails nothing.
 
     Returns:
-        What was measured, under names such as `split-f16.tree.logits` and `split-f16.file.tree.logits`.
+        What was measured, under names such as `split-f16.tree.logits`, `split-f16.file.tree.logits` and
+        `split-f16.trace0`.
 
     Raises:
         SpotDeployError: a value is not finite or off by more than HALF_TOLERANCES, or another token leads by more than
@@ -361,7 +364,9 @@ def half_parity(
     reference = OwnFloat32(checkpoint, decoder)
     for layout, module in modules.items():
         name = f"{layout}-{precision}"
-        _elementwise(gate, name, reference, TorchTarget(module, signature), checkpoint)
+        session: TargetSession = TorchTarget(module, signature)
+        _elementwise(gate, name, reference, session, checkpoint)
+        gate.measured |= _followed(name, session, checkpoint.decoding, traces)
         if precision == "f16":
             session = ort.Target(graphs[layout], signature, 1)
             _elementwise(gate, f"{name}.file", reference, session, checkpoint, np.float16)
@@ -671,9 +676,16 @@ def against_f32(
             raise _failed(
                 f"{name}.argmax", f"{same.mean():.1%} of the best tokens equal", f"at least {ARGMAX_FLOOR:.0%}"
             )
-        for index, trace in enumerate(trace for trace in traces if trace.commits):
-            commits = _onnx_trace(session, decoding, trace)
-            pairs = zip(commits, trace.commits, strict=True)
-            first = next((i for i, (mine, golden) in enumerate(pairs) if mine != golden), None)
-            measured[f"{name}.trace{index}"] = {"commits": len(commits), "first_difference": first}
+        measured |= _followed(name, session, decoding, traces)
+    return measured
+
+
+def _followed(name: str, session: TargetSession, decoding: Decoding, traces: Sequence[Trace]) -> dict[str, Any]:
+    """For every golden trace the first commit that an engine of another precision makes differently."""
+    measured = {}
+    for index, trace in enumerate(trace for trace in traces if trace.commits):
+        commits = _onnx_trace(session, decoding, trace)
+        pairs = zip(commits, trace.commits, strict=True)
+        first = next((i for i, (mine, golden) in enumerate(pairs) if mine != golden), None)
+        measured[f"{name}.trace{index}"] = {"commits": len(commits), "first_difference": first}
     return measured

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,12 @@ def _quiet() -> Iterator[None]:
 def opset(precision: str) -> int:
     """The opset of a graph of this precision."""
     return HALF_OPSET if precision in HALF_DTYPES else OPSET
+
+
+def float32_nodes(model: onnx_ir.Model) -> dict[str, int]:
+    """How many nodes of each kind compute in float32."""
+    kinds = [node.op_type for node in model.graph if any(o.dtype == onnx_ir.DataType.FLOAT for o in node.outputs)]
+    return dict(sorted(Counter(kinds).items()))
 
 
 def trace_target(graph: TargetGraph, shape: TargetShape, block_width: int, precision: str = "f32") -> onnx_ir.Model:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from spot_deploy.engines.errors import SpotDeployError
 from spot_deploy.export.families.a2d import A2D_BLOCK, A2D_FULL
-from spot_deploy.export.families.dream import DREAM, FAST_DLLM
+from spot_deploy.export.families.dream import DREAM
 from spot_deploy.export.families.family import Config, Family, Source, native_weights
+from spot_deploy.export.families.fast_dllm import FAST_DLLM
 from spot_deploy.export.families.llada import LLADA
 from spot_deploy.export.families.llada2 import LLADA2
 from spot_deploy.export.families.llada_moe import LLADA_MOE
-from spot_deploy.export.families.sdar import SDAR, SDAR_MOE
+from spot_deploy.export.families.sdar import SDAR
+from spot_deploy.export.families.sdar_moe import SDAR_MOE
 from spot_deploy.export.families.stable_diffcoder import STABLE_DIFFCODER
 
 __all__ = ["FAMILIES", "Config", "Family", "Source", "find_family", "native_weights"]

@@ -1,8 +1,4 @@
-"""Dream-7B, Dream-Coder, DiffuCoder: Qwen2 with full attention, whose row p - 1 predicts position p (DreamLM/Dream).
-
-Fast-dLLM v2 is Qwen2 with the same shift, but block-causal, and the first token of a block comes from the pass that
-stores the block before (NVlabs/Fast-dLLM v2, batch_sample).
-"""
+"""Dream-7B, Dream-Coder, DiffuCoder: Qwen2 with full attention, whose row p - 1 predicts position p (DreamLM/Dream)."""
 
 from __future__ import annotations
 
@@ -15,11 +11,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def _spec(config: Config) -> DecoderSpec:
+def qwen2_spec(config: Config) -> DecoderSpec:
     return hugging_face_spec(config, qk_norm=False, qkv_bias=True)
 
 
-def _native(config: Config, layers: int) -> PreTrainedModel:
+def native_qwen2(config: Config, layers: int) -> PreTrainedModel:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     return Qwen2ForCausalLM(Qwen2Config(**native_config(config, layers)))
@@ -29,24 +25,11 @@ DREAM = Family(
     name="dream",
     architectures=("DreamModel",),
     model_types=("Dream",),
-    spec=_spec,
+    spec=qwen2_spec,
     sources=sources,
-    native=_native,
+    native=native_qwen2,
     mask_id=151666,
     block_width=32,
     attention="full",
     logit_shift=1,
-)
-FAST_DLLM = Family(
-    name="fast-dllm-v2",
-    architectures=("Fast_dLLM_QwenForCausalLM",),
-    model_types=("Fast_dLLM_Qwen",),
-    spec=_spec,
-    sources=sources,
-    native=_native,
-    mask_id=151665,
-    block_width=32,
-    logit_shift=1,
-    given_start=True,
-    width_keys=("bd_size",),
 )

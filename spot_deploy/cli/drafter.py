@@ -22,7 +22,10 @@ def command() -> None:
 @json_option
 def import_command(file: Path, output: Path, force: bool, as_json: bool) -> None:
     """Turn a released order model, FILE.pt, into a folder that export and train-drafter --init take."""
+    from spot_deploy.cli.export import require_packages
     from spot_deploy.engines.files import sha256
+
+    require_packages("drafter import")
     from spot_deploy.export.order_model import save_order_model
     from spot_deploy.export.released_order_model import import_order_model
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from spot_deploy.engines.contracts import OrderSession
 from spot_deploy.runtime.api import Runtime
 from spot_deploy.runtime.decode import DecodeOptions
-from spot_deploy.runtime.drafters import Drafter, OracleDrafter
+from spot_deploy.runtime.drafters import Drafter, OracleDrafter, SpotDrafter
 from spot_deploy.runtime.features import Stale, order_inputs
 from spot_deploy.runtime.noise import Noise
 from spot_deploy.training.prompts import Prompt
@@ -29,6 +30,9 @@ class Row:
     draft_free: int = 0
     covered: int = 0
     look_ahead: int = 0
+    answers: int = 0
+    right: int = 0
+    committed: list[float] = field(default_factory=list)
     passes: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
 
     def as_dict(self) -> dict[str, Any]:
@@ -37,6 +41,8 @@ class Row:
         return {
             "prompts": n,
             "stale_coverage": self.covered / max(1, self.look_ahead),
+            "committed_probability": float(np.mean(self.committed)) if self.committed else None,
+            "exact_match": self.right / self.answers if self.answers else None,
             "draft_free": self.draft_free / n,
             "passes": {name: {str(b): v / n for b, v in row.items()} for name, row in self.passes.items()},
         }
@@ -49,12 +55,18 @@ def evaluate(
     chat: bool,
     budgets: Sequence[int],
     options: DecodeOptions,
+    others: Mapping[str, OrderSession] | None = None,
     progress: Callable[[int, str], None] = lambda done, note: None,
 ) -> dict[str, Any]:
     """Decode every prompt draft-free once, then replay SPOT and the oracles at each budget.
 
+    Args:
+        others: further order models by name, such as those of other targets.
+
     Returns:
-        `kinds`: means per prompt by kind, and `all`; `accuracy_by_depth` of the order model and of stale confidence.
+        `kinds`: means per prompt by kind, and `all`, among them stale coverage, the mean probability of what was
+        committed, and the share of texts that are the prompt's answer, letter by letter; `accuracy_by_depth` of the
+        order model and of stale confidence.
     """
     options = runtime.resolve(options)
     rows: dict[str, Row] = defaultdict(Row)
@@ -64,23 +76,29 @@ def evaluate(
     for number, prompt in enumerate(prompts):
         trajectory = Trajectory(keep_rows=options.draft_tail)
         given: Any = [{"role": "user", "content": prompt.text}] if chat else prompt.text
-        runtime.generate(given, options, budget=0, seed=options.seed + number, observe=trajectory)
+        decoded = runtime.generate(given, options, budget=0, seed=options.seed + number, observe=trajectory)
         noise = None
         if options.temperature > 0 and options.verifier == "coupled":
             noise = Noise(options.seed + number, options.sample)
         drafters: dict[str, Drafter] = {} if spot is None else {"SPOT": spot}
+        drafters |= {f"SPOT {name}": SpotDrafter.of(other, options) for name, other in (others or {}).items()}
         drafters |= {name: OracleDrafter(trajectory.lookup, top) for name, top in ORACLES.items()}
         counts = {
             name: {budget: trajectory.passes(drafter, budget, noise) for budget in budgets if budget}
             for name, drafter in drafters.items()
         }
         covered, ahead = trajectory.coverage()
+        committed = trajectory.committed()
         for kind in {prompt.kind, "all"}:
             row = rows[kind]
             row.prompts += 1
             row.draft_free += trajectory.commits
             row.covered += covered
             row.look_ahead += ahead
+            row.committed += committed
+            if prompt.answer is not None:
+                row.answers += 1
+                row.right += decoded.text.strip() == prompt.answer.strip()
             for name, by_budget in counts.items():
                 for budget, value in by_budget.items():
                     row.passes[name][budget] += value

@@ -1,4 +1,5 @@
-"""Prompt files: JSON lines, each an object with `prompt`, and `kind` if results shall be told apart."""
+"""Prompt files: JSON lines, each an object with `prompt`, `kind` if results shall be told apart, and the right `answer`
+if there is one."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from spot_deploy.engines.errors import usage_error
 class Prompt:
     text: str
     kind: str
+    answer: str | None = None
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
@@ -32,9 +34,11 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
             continue
         try:
             document = json.loads(line)
-            prompt = Prompt(document["prompt"], str(document.get("kind", "prompts")))
+            prompt = Prompt(document["prompt"], str(document.get("kind", "prompts")), document.get("answer"))
             if not isinstance(prompt.text, str) or not prompt.text:
                 raise ValueError("prompt is empty")
+            if not isinstance(prompt.answer, str | None):
+                raise ValueError("answer is no text")
             prompt.text.encode("utf-8")  # lone surrogates are no text
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise usage_error("prompts", f"line {number} of {path} is no prompt", seen=repr(error), fix=fix) from error

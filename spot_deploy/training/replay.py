@@ -81,6 +81,17 @@ class Trajectory:
                 rounds.append((1 + len(drafts), anchor - began))
         return rounds
 
+    def committed(self) -> list[float]:
+        """Probability of every committed token at its position; those drawn outside the head are left out."""
+        found = []
+        for step in (step for steps in self.blocks for step in steps):
+            row = int(np.flatnonzero(step.head.positions == step.commit.position)[0])
+            columns = np.flatnonzero((step.head.ids[row] == step.commit.token) & step.head.in_head[row])
+            if len(columns):
+                odds = step.head.log_odds(np.full(len(step.head.positions), columns[0]))[row]
+                found.append(float(1 / (1 + np.exp(-odds))))
+        return found
+
     def coverage(self) -> tuple[int, int]:
         """Stale coverage as (covered, all): of the 8 commits after the root, those whose token is the stale argmax.
 

@@ -36,6 +36,8 @@ def test_files_refer_to_the_one_copy_of_the_weights(layout, precision, tiny_bund
     manifest = read_manifest(tiny_bundle)
     entry = manifest.graphs[f"target-{layout}-{precision}"]
     assert entry["opset"] == 23
+    assert entry["float32_nodes"].get("Softmax", 0) == (LAYERS if layout == "split" else 0)
+    assert manifest.parity["measured"][f"{layout}-{precision}.trace0"]["commits"] >= 48
     path = tiny_bundle / entry["file"]
     onnx.checker.check_model(str(path), full_check=True)
     model = onnx.load(str(path), load_external_data=False)
@@ -195,7 +197,7 @@ def halves(tiny_checkpoint):
         with torch.no_grad():
             change(half)
         modules = {"packed": TargetGraph(half, checkpoint.banned, "packed", False)}
-        measured = parity.half_parity(checkpoint, decoder, precision, modules, {})
+        measured = parity.half_parity(checkpoint, decoder, precision, modules, {}, [])
         assert len(measured) > 10
 
     return gates

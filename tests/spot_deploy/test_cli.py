@@ -260,7 +260,7 @@ def test_export_of_what_is_no_checkpoint(spot, tiny_bundle, tmp_path, checkpoint
     assert list(tmp_path.iterdir()) == []
 
 
-def test_record_train_eval(spot, tiny_bundle, tmp_path):
+def test_record_train_eval(spot, tiny_bundle, random_order_model, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     words = ("the cat", "a dog ran", "one two three", "the big red house", "mat", "seven six")
     lines = [json.dumps({"prompt": w, "kind": "even" if i % 2 else "odd"}) for i, w in enumerate(words * 4)]
@@ -297,7 +297,8 @@ def test_record_train_eval(spot, tiny_bundle, tmp_path):
     elsewhere = spot("train-drafter", records, "-o", model, "--steps", 50, "--batch", 8)
     assert elsewhere.code == 1
     assert "another training run" in elsewhere.err
-    tuned = spot("train-drafter", records, "-o", tmp_path / "tuned", "--init", model, *options)
+    tuned_folder = tmp_path / "tuned"
+    tuned = spot("train-drafter", records, "-o", tuned_folder, "--init", model, *options)
     assert tuned.code == 0
 
     shown = spot("eval-drafter", tiny_bundle, "--prompts", prompts, "--limit", 3, "--max-new-tokens", 16, "--json")
@@ -311,11 +312,43 @@ def test_record_train_eval(spot, tiny_bundle, tmp_path):
         assert by_name["SPOT"] <= row["draft_free"]
     table = spot("eval-drafter", tiny_bundle, "--prompts", prompts, "--limit", 2, "--max-new-tokens", 9)
     assert "joint t=32" in table.out
+    both = spot(
+        "eval-drafter", tiny_bundle, "--prompts", prompts, "--limit", 3, "--max-new-tokens", 16, "--json",
+        "--order-model", tuned_folder, "--order-model", random_order_model,
+    )  # fmt: skip
+    passes = json.loads(both.out)["kinds"]["all"]["passes"]
+    for budget, value in passes[f"SPOT {random_order_model}"].items():  # the bundle's own, in torch
+        assert value == pytest.approx(passes["SPOT"][budget], rel=0.1)
+    assert passes[f"SPOT {tuned_folder}"] != passes["SPOT"]
+
+
+def test_right_answers_are_counted(spot, tiny_bundle, tiny_runtime, tmp_path):
+    right = tiny_runtime.generate("the cat", max_new_tokens=9).text
+    lines = [
+        {"prompt": "the cat", "answer": f" {right}\n", "kind": "a"},
+        {"prompt": "the dog", "answer": "no", "kind": "a"},
+    ]
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in [*lines, {"prompt": "the", "kind": "b"}]))
+    result = spot("eval-drafter", tiny_bundle, "--prompts", path, "--max-new-tokens", 9, "--json")
+    kinds = json.loads(result.out)["kinds"]
+    assert (kinds["a"]["exact_match"], kinds["b"]["exact_match"], kinds["all"]["exact_match"]) == (0.5, None, 0.5)
+    assert 0 < kinds["all"]["committed_probability"] < 1
 
 
 @pytest.mark.parametrize(
     "line",
-    ["{", "[]", '{"prompt": "a\\ud800"}', "[" * 100_000, '{"kind": "x"}', '{"prompt": ""}', '{"prompt": 3}', ""],
+    [
+        "{",
+        "[]",
+        '{"prompt": "a\\ud800"}',
+        "[" * 100_000,
+        '{"kind": "x"}',
+        '{"prompt": ""}',
+        '{"prompt": 3}',
+        '{"prompt": "a", "answer": 3}',
+        "",
+    ],
     ids=ascii,
 )
 def test_prompt_files_that_are_none(spot, tiny_bundle, tmp_path, line):
