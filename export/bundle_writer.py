@@ -75,7 +75,7 @@ class ExportOptions:
     max_positions: int | None = None
     parity: str = "full"
     precisions: tuple[str, ...] = ()
-    budgets: tuple[int, ...] = (0, 3, 6, 8, 12, 20)
+    budgets: tuple[int, ...] = (0, 1, 2, 3, 6, 8, 12, 20)
     budget: int = 8
     gamma: float = 0.0
 

@@ -39,7 +39,9 @@ def require_packages(verb: str, names: tuple[str, ...] = EXPORT_PACKAGES) -> Non
 @click.option("--block-width", type=click.IntRange(1, 64), help="Where the checkpoint does not say, or to override it.")
 @click.option("--mask-id", type=click.IntRange(0), help="Where the checkpoint does not say, or to override it.")
 @click.option("--max-positions", type=click.IntRange(1), help="Capacity: prompt and generation, in positions.")
-@click.option("--budgets", type=Budgets(), default="0,3,6,8,12,20", show_default=True, help="Draft budgets to probe.")
+@click.option(
+    "--budgets", type=Budgets(), default="0,1,2,3,6,8,12,20", show_default=True, help="Draft budgets to probe."
+)
 @click.option("--budget", type=click.IntRange(0), default=8, show_default=True, help="Default draft budget.")
 @click.option("--gamma", type=click.FloatRange(0), default=0.0, show_default=True, help="Default mass floor.")
 @click.option(

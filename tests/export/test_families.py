@@ -15,13 +15,16 @@ from tiny_families import FAMILIES, MASK, WIDTH, write_family
 
 from spot_deploy import Runtime, SpotDeployError, build_engine
 from spot_deploy.engines.contracts import LAYOUTS
+from spot_deploy.engines.record import read_record
 from spot_deploy.export import parity
 from spot_deploy.export.bundle_writer import ExportOptions, export_bundle, load_decoder
 from spot_deploy.export.checkpoint import open_checkpoint
 from spot_deploy.export.decoder import MoeSpec, routing
+from spot_deploy.runtime.bundle import open_bundle
 from spot_deploy.runtime.decode import DecodeOptions
 from spot_deploy.runtime.drafters import OracleDrafter
 from spot_deploy.training.replay import Trajectory
+from spot_deploy.verification import verify_engine
 
 ORDER_MODEL = Path(__file__).parents[2] / "demo" / "order-model"
 FULL = {"llada", "llada-moe", "dream", "a2d-mdlm"}
@@ -114,6 +117,19 @@ def test_drafts_change_nothing(exported, backend):
                     assert result.refresh_forwards == (blocks if name in FULL and not whole else 0)
                     assert bool(result.given) == (name == "fast-dllm-v2")
     assert accepted >= 100
+
+
+def test_verify_passes_every_gate(exported):
+    _, _, bundle = exported
+    record = read_record(bundle, "onnxruntime")
+    opened = open_bundle(bundle)
+    session = opened.open_target(record.inputs)
+    with Runtime.from_bundle(opened, record, target=session) as runtime:
+        gates = verify_engine(opened, runtime, session, precision="f32", budgets=(0, 3, 8), requests=1)
+    assert [gate.name for gate in gates if not gate.passed] == []
+    equality = next(gate for gate in gates if gate.name == "equality")
+    assert equality.figures["accepted"] >= 100
+    assert equality.figures["unequal"] == 0
 
 
 def test_tensorrt_rtx_builds_the_graphs(exported):
