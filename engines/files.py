@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -30,6 +31,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     handle, name = tempfile.mkstemp(prefix=STAGING, suffix=path.suffix, dir=path.parent)
     os.close(handle)
     temporary = Path(name)
+    held = _hold(temporary)
     try:
         yield temporary
         temporary.chmod(0o666 & ~_umask())
@@ -37,6 +39,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
+        if held is not None:
+            os.close(held)
         temporary.unlink(missing_ok=True)
 
 
@@ -77,10 +81,8 @@ def staged_folder(target: Path, *, force: bool, ours: Callable[[Path], bool]) ->
         raise SpotDeployError(
             "output-path", f"cannot write {target}", seen=str(error), fix="choose another path for the output"
         ) from error
-    held = os.open(stage, os.O_RDONLY) if fcntl is not None else None
+    held = _hold(stage)
     try:
-        if held is not None:
-            fcntl.flock(held, fcntl.LOCK_SH)  # let go when this process ends, however it ends
         stage.chmod(0o777 & ~_umask())
         yield stage
         for path in stage.rglob("*"):
@@ -96,15 +98,27 @@ def staged_folder(target: Path, *, force: bool, ours: Callable[[Path], bool]) ->
             shutil.rmtree(stage)
 
 
+def _hold(path: Path) -> int | None:
+    """Lock a file or folder until its descriptor is closed or this process ends, however it ends."""
+    if fcntl is None:
+        return None
+    descriptor = os.open(path, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
 def in_use(path: Path) -> bool:
-    """Whether a process that still runs is writing this staged folder."""
-    if fcntl is None or not path.is_dir():
+    """Whether a process that still runs is writing this staged file or folder."""
+    if fcntl is None:
         return False
     descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:  # a file system without locks
+        return False
     finally:
         os.close(descriptor)
     return False
@@ -155,9 +169,18 @@ def sha256(path: Path) -> str:
 
 
 def safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Where the data of a safetensors file begin, in bytes, and its entries by name: dtype, shape, data_offsets."""
+    """Where the data of a safetensors file begin, in bytes, and its entries by name: dtype, shape, data_offsets.
+
+    Raises:
+        ValueError: no such file's header.
+    """
     with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
+        first = file.read(8)
+        (size,) = struct.unpack("<Q", first.ljust(8, b"\0"))
+        if first == b"version ":
+            raise ValueError("a git-lfs pointer, not the file itself: git lfs pull")
+        if size > path.stat().st_size - 8:
+            raise ValueError("not a safetensors file, or cut off")
         entries: dict[str, Any] = json.loads(file.read(size))
     entries.pop("__metadata__", None)
     return 8 + size, entries

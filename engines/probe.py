@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,7 +115,7 @@ def probe_invariance(
     states: int,
     requests: int = 1,
     *,
-    whole: Iterable[int] = (),
+    whole: Mapping[int, int] | None = None,
 ) -> dict[str, Any]:
     """Compare one state's head and full logits alone with the same among others.
 
@@ -127,7 +127,7 @@ def probe_invariance(
         buckets: prefix sizes to try.
         states: the largest number of states S to try.
         requests: the largest number of requests.
-        whole: lengths of whole sequences that are tried as states, without a prefix.
+        whole: lengths of whole sequences that are tried as states, without a prefix, and how many at most of each.
 
     Returns:
         `strict` (everything bit-equal), `max_abs` (largest difference of a logit), `comparisons`, how many of them were
@@ -138,9 +138,9 @@ def probe_invariance(
     probe = _Probe(session, shape, block_width)
     for bucket in buckets:
         probe.bucket(bucket, bucket - block_width, states, requests)
-    for length in whole:
+    for length, count in (whole or {}).items():
         sequences = _Probe(session, shape, length, probe.rng, probe.isolation, probe.joining)
-        sequences.bucket(buckets[0], 0, states, requests)
+        sequences.bucket(buckets[0], 0, count, requests)
     kinds = (probe.isolation, probe.joining)
     unequal = sum(kind.unequal for kind in kinds)
     return {
@@ -151,6 +151,7 @@ def probe_invariance(
         "isolation": probe.isolation.as_dict(),
         "joining": probe.joining.as_dict(),
         "buckets": list(buckets),
+        "whole_sequences": list(whole or {}),
         "states": states,
         "requests": requests,
     }

@@ -21,7 +21,7 @@ from spot_deploy.engines.errors import VERIFICATION, SpotDeployError, usage_erro
 from spot_deploy.engines.files import sha256, staged_folder, write_json, write_text
 from spot_deploy.export import parity, quantize
 from spot_deploy.export.checkpoint import Checkpoint, open_checkpoint
-from spot_deploy.export.decoder import Decoder
+from spot_deploy.export.decoder import Decoder, in_dtype
 from spot_deploy.export.order_model import load_order_model
 from spot_deploy.export.target_graph import TargetGraph
 from spot_deploy.export.trace import (
@@ -72,6 +72,7 @@ class ExportOptions:
 
     block_width: int | None = None
     mask_id: int | None = None
+    stop_ids: tuple[int, ...] | None = None
     max_positions: int | None = None
     parity: str = "full"
     precisions: tuple[str, ...] = ()
@@ -125,17 +126,22 @@ def export_bundle(
         checkpoint_folder,
         block_width=options.block_width,
         mask_id=options.mask_id,
+        stop_ids=options.stop_ids,
         max_positions=options.max_positions,
     )
     decoding = checkpoint.decoding
-    if decoding.max_positions < 4 * decoding.block_width:
+    # The longest golden prompt and what is traced after it.
+    least = decoding.positions(2 * decoding.block_width + decoding.block_width // 3, parity.TRACE_TOKENS)
+    least = max(4 * decoding.block_width, -(-least // decoding.block_width) * decoding.block_width)
+    if decoding.max_positions < least:
         raise usage_error(
             "capacity",
             "the target's capacity is too small to check what is exported",
             seen=f"{decoding.max_positions} positions",
-            wanted=f"four blocks of {decoding.block_width} or more",
-            fix=f"--max-positions {4 * decoding.block_width}",
+            wanted=f"{least} or more",
+            fix=f"--max-positions {least}",
         )
+    say(f"a {checkpoint.family.name} target: block width {decoding.block_width}, mask {decoding.mask_id}")
     order = load_order_model(order_model) if order_model is not None else None
     with staged_folder(output, force=force, ours=is_bundle) as stage:
         say("writing the weights")
@@ -184,7 +190,7 @@ def export_bundle(
         for precision in halves if options.parity == "full" else ():
             say(f"parity gates: {precision}")
             decoder = load_decoder(checkpoint, tensors)
-            half = copy.deepcopy(decoder).to(HALF_DTYPES[precision])
+            half = in_dtype(copy.deepcopy(decoder), HALF_DTYPES[precision])
             modules = {x: TargetGraph(half, checkpoint.banned, x, shape.raw_confidence) for x in LAYOUTS}
             files = {layout: stage / f"{target_role(layout, precision)}.onnx" for layout in LAYOUTS}
             measured["measured"] |= parity.half_parity(checkpoint, decoder, precision, modules, files, traces)
@@ -236,9 +242,19 @@ def _write_texts(checkpoint: Checkpoint, stage: Path) -> tuple[dict[str, Any], d
     from transformers import PreTrainedTokenizerFast
 
     source = checkpoint.folder
-    shutil.copyfile(source / TOKENIZER, stage / TOKENIZER)
-    native = PreTrainedTokenizerFast.from_pretrained(source)
-    template = native.chat_template if isinstance(native.chat_template, str) else None
+    shutil.copyfile(checkpoint.text_folder / TOKENIZER, stage / TOKENIZER)
+    native = PreTrainedTokenizerFast.from_pretrained(checkpoint.text_folder)
+    template: Any = native.chat_template
+    if isinstance(template, dict):
+        if "default" not in template:
+            raise SpotDeployError(
+                "checkpoint-template",
+                "the checkpoint has several chat templates, and none is the default",
+                seen=", ".join(template),
+                wanted="one named default",
+                fix="name one of them default in tokenizer_config.json",
+            )
+        template = template["default"]
     if template is not None:
         write_text(stage / TEMPLATE, template)
     for name in CARRIED:
@@ -330,7 +346,7 @@ def _manifest(
         source={
             "family": checkpoint.family.name,
             "architecture": (checkpoint.config.get("architectures") or [None])[0],
-            "checkpoint": checkpoint.folder.resolve().name,
+            "checkpoint": checkpoint.name,
             "config_sha256": sha256(checkpoint.folder / "config.json"),
             "order_model": order[1] if order is not None else None,
             "versions": _versions(),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,16 @@ from spot_deploy.engines.contracts import TargetShape
 from spot_deploy.engines.errors import SpotDeployError
 from spot_deploy.engines.files import read_json, safetensors_header
 from spot_deploy.export.decoder import Decoder, DecoderSpec
-from spot_deploy.export.families import Family, Source, find_family
+from spot_deploy.export.families import Family, Fields, Source, find_family
+from spot_deploy.export.families.family import convert_tokenizer
 from spot_deploy.runtime.manifest import Decoding, default_buckets
-from spot_deploy.runtime.text import Text
+from spot_deploy.runtime.text import TOKENIZER, Text
 
 MAX_POSITIONS, PREFILL_POSITIONS = 32768, 512
 # Dtypes of published weights to those they are kept in.
 READ = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float32}
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
-OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
+FULL_POSITIONS = 4096  # of targets with full attention, whose passes run whole sequences
 FIX = "download the checkpoint again"
 
 
@@ -33,10 +35,14 @@ class Checkpoint:
     """A checkpoint that can be exported; weights are not read yet.
 
     Attributes:
+        name: what it is called: by its folder, a link to it, or the hub's cache.
+        text_folder: holds tokenizer.json.
         banned: ids that may never be sampled: the mask, and what the tokenizer cannot decode; bool [vocab].
     """
 
     folder: Path
+    name: str
+    text_folder: Path
     config: Mapping[str, Any]
     family: Family
     spec: DecoderSpec
@@ -75,7 +81,9 @@ class Checkpoint:
         places, sources = self._places, self._sources
         used = {name for source in sources.values() for name in source.names}
         missing = sorted(used - set(places))
-        tied = {"lm_head.weight"} if self.spec.tied_head else set()
+        tied: set[str] = set()
+        if self.spec.tied_head:  # some files hold the head all the same
+            tied = set(self.family.sources(replace(self.spec, tied_head=False))["head.weight"].names)
         unknown = sorted(set(places) - used - tied)
         odd = sorted(f"{n} is {places[n][1]}" for n in used & set(places) if places[n][1] not in READ)
         if odd:
@@ -123,20 +131,30 @@ class Checkpoint:
             SpotDeployError: as `dtypes`, or the file is damaged.
         """
         dtype, source = self.dtypes[own], self._sources[own]
-        parts = []
-        for name in source.names:
-            file = self._places[name][0]
+        files: dict[Path, list[int]] = {}
+        for index, name in enumerate(source.names):
+            files.setdefault(self._places[name][0], []).append(index)
+        whole: torch.Tensor | None = None
+        for file, indices in files.items():
             try:
                 # Opened anew each time: what was mapped is let go, and memory stays that of one tensor.
                 with safe_open(file, "pt") as tensors:
                     if source.rows is not None:
-                        parts.append(tensors.get_slice(name)[source.rows[0] : source.rows[1]])
-                    else:
-                        parts.append(tensors.get_tensor(name))
+                        return tensors.get_slice(source.names[0])[source.rows[0] : source.rows[1]].to(dtype)
+                    if len(source.names) == 1:
+                        return tensors.get_tensor(source.names[0]).to(dtype)
+                    for index in indices:
+                        part = tensors.get_tensor(source.names[index])
+                        if whole is None:
+                            shape = list(part.shape)
+                            shape[source.axis] *= len(source.names)
+                            whole = torch.empty(shape, dtype=dtype)
+                        size = part.shape[source.axis]
+                        whole.narrow(source.axis, index * size, size).copy_(part)
             except (OSError, SafetensorError) as error:
                 raise SpotDeployError("checkpoint-weights", f"cannot read {file}", seen=str(error), fix=FIX) from error
-        joined = torch.cat(parts, source.axis) if len(parts) > 1 else parts[0]
-        return joined.to(dtype)
+        assert whole is not None
+        return whole
 
     def tensors(self, prefix: str = "") -> dict[str, torch.Tensor]:
         """All weights whose name begins with `prefix`, in float32 under our names; raises as `tensor`."""
@@ -167,7 +185,12 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    folder: Path, *, block_width: int | None = None, mask_id: int | None = None, max_positions: int | None = None
+    folder: Path,
+    *,
+    block_width: int | None = None,
+    mask_id: int | None = None,
+    stop_ids: tuple[int, ...] | None = None,
+    max_positions: int | None = None,
 ) -> Checkpoint:
     """Read everything but the weights. Arguments override what the checkpoint says or leaves open.
 
@@ -181,24 +204,38 @@ def open_checkpoint(
             wanted="a Hugging Face folder with config.json, model.safetensors and tokenizer.json",
             fix="give the folder of a downloaded checkpoint",
         )
-    config = _read_object(folder / "config.json")
-    family = find_family(config, folder.resolve().name)
+    config = Fields(_read_object(folder / "config.json"))
+    names = _names(folder)
+    family = find_family(config, " ".join(names))
     try:
         spec = family.spec(config)
     except (KeyError, ValueError, TypeError) as error:
-        raise SpotDeployError("checkpoint-config", "config.json is incomplete", seen=repr(error), fix=FIX) from error
+        raise SpotDeployError(
+            "checkpoint-config",
+            f"config.json does not describe a {family.name} network",
+            seen=str(error),
+            fix="compare it with the published one",
+        ) from error
     generation_path = folder / "generation_config.json"
     generation = _read_object(generation_path) if generation_path.is_file() else {}
     try:
-        decoding = _decoding(config, generation, family, spec, folder, block_width, mask_id, max_positions)
+        width = _width(config, family, names, block_width)
+        decoding = Decoding(
+            block_width=width,
+            mask_id=_mask_id(config, family, folder) if mask_id is None else mask_id,
+            stop_ids=stop_ids or _stop_ids(config, generation, family),
+            bos_id=next((d["bos_token_id"] for d in (generation, config) if d.get("bos_token_id") is not None), None),
+            **_sizes(config, family, spec, width, max_positions),
+        )
     except (ValueError, TypeError) as error:
         raise SpotDeployError(
             "checkpoint-decoding",
             "cannot tell how this checkpoint is decoded",
             seen=str(error),
-            fix="set --block-width, --mask-id or --max-positions",
+            fix="set --block-width, --mask-id, --stop-ids or --max-positions",
         ) from error
-    text = Text(folder, decoding.reserved)
+    text_folder = _text_folder(folder)
+    text = Text(text_folder, decoding.reserved)
     if text.size > spec.vocab:
         raise SpotDeployError(
             "checkpoint-tokenizer",
@@ -210,7 +247,32 @@ def open_checkpoint(
     banned = torch.ones(spec.vocab, dtype=torch.bool)
     banned[list(text.known_ids())] = False
     banned[decoding.mask_id] = True
-    return Checkpoint(folder, config, family, spec, decoding, banned)
+    return Checkpoint(folder, names[0], text_folder, config, family, spec, decoding, banned)
+
+
+def _names(folder: Path) -> list[str]:
+    """What a checkpoint may be called; the hub's cache keeps a model's name two folders above its files."""
+    hub = re.fullmatch(r"models--.+?--(.+)", folder.resolve().parent.parent.name)
+    found = [*([hub[1]] if hub else []), folder.absolute().name, folder.resolve().name]
+    return list(dict.fromkeys(found))
+
+
+def _text_folder(folder: Path) -> Path:
+    """A folder with tokenizer.json: the checkpoint's own, or one made from vocab.json and merges.txt (Dream).
+
+    Raises:
+        SpotDeployError: there is neither.
+    """
+    if (folder / TOKENIZER).is_file():
+        return folder
+    if not all((folder / name).is_file() for name in ("vocab.json", "merges.txt")):
+        raise SpotDeployError(
+            "checkpoint-tokenizer",
+            f"{folder} has no tokenizer that can be read",
+            wanted=f"{TOKENIZER}, or vocab.json and merges.txt",
+            fix=FIX,
+        )
+    return convert_tokenizer(folder)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -220,40 +282,42 @@ def _read_object(path: Path) -> dict[str, Any]:
     return document
 
 
-def _decoding(
-    config: Mapping[str, Any],
-    generation: Mapping[str, Any],
-    family: Family,
-    spec: DecoderSpec,
-    folder: Path,
-    block_width: int | None,
-    mask_id: int | None,
-    max_positions: int | None,
-) -> Decoding:
-    """The manifest's decoding section; ValueError or TypeError where the checkpoint makes no sense."""
-    width = block_width or family.width(config, folder.resolve().name)
+def _width(config: Mapping[str, Any], family: Family, names: list[str], given: int | None) -> int:
+    width = given or family.width(config, " ".join(names))
     if not 1 <= width <= 64:
         raise ValueError(f"block width {width} is not within 1..64")
-    stops = generation.get("eos_token_id", config.get("eos_token_id"))
-    if stops is None:
-        raise ValueError("neither generation_config.json nor config.json has an eos_token_id")
-    stated = [config[key] for key in family.position_keys if isinstance(config.get(key), int)]
-    capacity = max_positions or min(*stated, MAX_POSITIONS, MAX_POSITIONS)
-    capacity = capacity // width * width
-    return Decoding(
-        block_width=width,
-        mask_id=_mask_id(config, family, folder) if mask_id is None else mask_id,
-        stop_ids=tuple(stops if isinstance(stops, list) else [stops]),
-        bos_id=generation.get("bos_token_id", config.get("bos_token_id")),
-        confidence=family.confidence,
-        attention=family.attention,
-        logit_shift=family.logit_shift,
-        given_start=family.given_start,
-        max_positions=capacity,
-        buckets=default_buckets(width, capacity),
-        prefill_positions=max(width, PREFILL_POSITIONS // width * width),
-        shape=TargetShape(spec.layers, spec.kv_heads, spec.head_dim, spec.vocab, family.confidence == "raw"),
-    )
+    return width
+
+
+def _stop_ids(config: Mapping[str, Any], generation: Mapping[str, Any], family: Family) -> tuple[int, ...]:
+    """The first that says something.
+
+    Raises:
+        ValueError: none does.
+    """
+    for stated in (generation.get("eos_token_id"), config.get("eos_token_id"), list(family.stop_ids)):
+        if stated not in (None, []):
+            return tuple(stated if isinstance(stated, list) else [stated])
+    raise ValueError("neither generation_config.json nor config.json has an eos_token_id")
+
+
+def _sizes(
+    config: Mapping[str, Any], family: Family, spec: DecoderSpec, width: int, max_positions: int | None
+) -> dict[str, Any]:
+    """The rest of the manifest's decoding section."""
+    stated = next((config[key] for key in family.position_keys if config.get(key) is not None), MAX_POSITIONS)
+    most = MAX_POSITIONS if family.attention == "block-causal" else FULL_POSITIONS
+    capacity = (max_positions or min(stated, most)) // width * width
+    return {
+        "confidence": family.confidence,
+        "attention": family.attention,
+        "logit_shift": family.logit_shift,
+        "given_start": family.given_start,
+        "max_positions": capacity,
+        "buckets": default_buckets(width, capacity),
+        "prefill_positions": max(width, PREFILL_POSITIONS // width * width),
+        "shape": TargetShape(spec.layers, spec.kv_heads, spec.head_dim, spec.vocab, family.confidence == "raw"),
+    }
 
 
 def _mask_id(config: Mapping[str, Any], family: Family, folder: Path) -> int:

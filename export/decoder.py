@@ -31,8 +31,7 @@ class MoeSpec:
         shared_intermediate: width of the expert that every token takes besides; 0 where there is none.
         dense_layers: indices of layers that have an ordinary feed-forward part.
         scoring: `softmax` over all experts, or `sigmoid` of each.
-        expert_bias: a stored number per expert is added to its score before the choice. It is no part of the weight,
-            unless `bias_weighs` (LLaDA-MoE).
+        expert_bias: a stored number per expert is added to its score before the choice; it is no part of the weight.
         groups, groups_kept: only experts of the best groups can be chosen; a group counts as its two best experts.
         normalised: the weights of the chosen are divided by their sum.
         scale: factor of the weights.
@@ -45,7 +44,6 @@ class MoeSpec:
     dense_layers: frozenset[int] = frozenset()
     scoring: str = "softmax"
     expert_bias: bool = False
-    bias_weighs: bool = False
     groups: int = 1
     groups_kept: int = 1
     normalised: bool = True
@@ -96,6 +94,9 @@ class DecoderSpec:
 
     def __post_init__(self) -> None:
         sizes = ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate")
+        odd = [f"{name}={getattr(self, name)!r}" for name in sizes if type(getattr(self, name)) is not int]
+        if odd:
+            raise ValueError("no whole numbers: " + ", ".join(odd))
         bad = [f"{name}={getattr(self, name)}" for name in sizes if getattr(self, name) < 1]
         if self.kv_heads >= 1 and self.heads % self.kv_heads:
             bad.append(f"heads={self.heads} is no multiple of kv_heads={self.kv_heads}")
@@ -161,8 +162,6 @@ def routing(logits: Tensor, bias: Tensor | None, moe: MoeSpec) -> Tensor:
     """
     scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()
     choice = scores if bias is None else scores + bias
-    if moe.bias_weighs:
-        scores = choice
     if moe.groups > 1:
         grouped = choice.view(-1, moe.groups, moe.experts // moe.groups)
         best = grouped.topk(2, -1)[0].sum(-1).topk(moe.groups_kept, -1)[1]
@@ -213,9 +212,8 @@ class Layer(nn.Module):
         inner = F.silu(self.gate(h)) * self.up(h)
         if self.moe is None:
             return self.down(inner)
-        bias = None if self.expert_bias is None else self.expert_bias.float()
         logits = F.linear(h.float(), self.router.weight.float())  # in float32, as the published routers are
-        weights = routing(logits, bias, self.moe).to(h.dtype)
+        weights = routing(logits, self.expert_bias, self.moe).to(h.dtype)
         scaled = inner.view(-1, self.moe.experts, self.moe.intermediate) * weights[..., None]
         out = self.down(scaled.reshape(inner.shape[0], -1))
         if self.moe.shared_intermediate:
@@ -289,6 +287,15 @@ class Decoder(nn.Module):
         would be read at twice the bytes, by kernels several times slower, which Turing GPUs lack altogether.
         """
         return self.head(self.norm(hidden)).float()
+
+
+def in_dtype(decoder: Decoder, dtype: torch.dtype) -> Decoder:
+    """The decoder in another dtype, in place; what experts are chosen by stays in float32."""
+    kept = {name: p for name, p in decoder.named_parameters() if name.endswith("expert_bias")}
+    decoder.to(dtype)
+    for name, parameter in kept.items():
+        decoder.get_parameter(name).data = parameter.data.float()
+    return decoder
 
 
 def masked_attend(mask: Tensor, past: list[tuple[Tensor, Tensor]] | None = None, *, grouped: bool = False) -> Attend:

@@ -51,6 +51,7 @@ HALF_TOLERANCES = {"f16": 10 * 20 * 2**-11, "bf16": 10 * 20 * 2**-8}
 TREE_STATES = 9
 HEAD_CHUNK = 8192  # rows of the vocabulary head in float32 at a time
 TRACE_TOKENS = 48
+JUMPS = 0.02  # share of rows in which a rounding may choose another expert, in float32
 ARGMAX_FLOOR = 0.1  # a graph that takes a wrong weight for right agrees about as often as chance
 
 
@@ -216,8 +217,9 @@ class Gate:
 
     Args:
         tolerance: of a value up to 10; in proportion above.
-        jumps: the network may jump where a rounding changes which experts are chosen. So only values that are not
-            finite fail, and best tokens that agree no more often than chance has it.
+        jumps: the network may jump where a rounding changes which experts are chosen. In float32 such a row is rare,
+            and JUMPS of all may be off; in 16 bits only values that are not finite fail, and best tokens that agree no
+            more often than chance has it.
     """
 
     def __init__(self, tolerance: float = TOLERANCE, *, jumps: bool = False) -> None:
@@ -235,9 +237,13 @@ class Gate:
         same = bool(np.array_equal(np.isfinite(seen), finite))
         difference = float(np.abs(seen[finite] - wanted[finite]).max(initial=0.0)) if same else float("nan")
         allowed = self.allowed(wanted, tolerance)
-        if self.jumps and same and tolerance is None:
-            allowed = float("inf")
-        self.measured[name] = {"max_abs": difference, "allowed": allowed if np.isfinite(allowed) else None}
+        self.measured[name] = {"max_abs": difference, "allowed": allowed}
+        if self.jumps and same and tolerance is None and difference > allowed:
+            rows = np.where(finite, np.abs(np.where(finite, seen, 0) - np.where(finite, wanted, 0)), 0)
+            jumped = float((rows.reshape(-1, rows.shape[-1]).max(1) > allowed).mean())
+            self.measured[name] |= {"rows_that_jumped": jumped}
+            if self.tolerance > TOLERANCE or jumped <= JUMPS:
+                return
         if not difference <= allowed:
             raise _failed(name, f"largest difference {difference:.3g}", f"at most {allowed:.3g}")
 
@@ -248,10 +254,11 @@ class Gate:
         top = np.sort(wanted.reshape(-1, wanted.shape[-1]), -1)
         margin = (top[:, -1] - top[:, -2])[differs]
         self.measured[name] = {"rows": int(best.size), "differ": len(differs), "margins": margin.tolist()}
-        if self.jumps:
+        if self.jumps and self.tolerance > TOLERANCE:
             if len(differs) > (1 - ARGMAX_FLOOR) * best.size:
                 raise _failed(name, f"{len(differs)} of {best.size} rows differ", f"{ARGMAX_FLOOR:.0%} equal")
-        elif (margin > 2 * self.allowed(wanted)).any():  # either logit may be off
+        elif (margin > 2 * self.allowed(wanted)).sum() > (JUMPS * best.size if self.jumps else 0):
+            # either logit may be off
             raise _failed(name, f"{len(differs)} of {best.size} rows differ, margin up to {margin.max():.3g}", "equal")
 
 
@@ -314,7 +321,7 @@ def full_parity(
         SpotDeployError: a gate failed (exit code 3).
     """
     native = Native(checkpoint, tensors)
-    gate = Gate()
+    gate = Gate(jumps=checkpoint.spec.moe is not None)
     wanted = [
         _native_trace(native, prompt, temperature, seed, whole)
         for seed, prompt in enumerate(prompts)
@@ -575,7 +582,8 @@ def layer_parity(checkpoint: Checkpoint, halves: Sequence[str]) -> dict[str, Any
     Raises:
         SpotDeployError: a layer differs (exit code 3).
     """
-    gate, spec, width = Gate(), checkpoint.spec, checkpoint.decoding.block_width
+    spec, width = checkpoint.spec, checkpoint.decoding.block_width
+    gate = Gate(jumps=spec.moe is not None)
     halves_gate = {precision: Gate(HALF_TOLERANCES[precision], jumps=spec.moe is not None) for precision in halves}
     mask = torch.from_numpy(block_causal(3 * width, width))[None, None]
     positions = torch.arange(3 * width).expand(2, -1)
@@ -597,7 +605,8 @@ def layer_parity(checkpoint: Checkpoint, halves: Sequence[str]) -> dict[str, Any
         def ours(dtype: torch.dtype, one: DecoderSpec = one, weights: dict[str, torch.Tensor] = weights) -> Array:
             with torch.device("meta"):
                 decoder = Decoder(one)
-            decoder.load_state_dict({n: t.to(dtype) for n, t in weights.items()}, assign=True)
+            kept = {n: t if n.endswith("expert_bias") else t.to(dtype) for n, t in weights.items()}
+            decoder.load_state_dict(kept, assign=True)
             with torch.no_grad():
                 flat = x.reshape(-1, one.hidden).to(dtype)
                 hidden, _ = decoder.through(flat, positions, masked_attend(mask.to(dtype).clamp(min=_least(dtype))))

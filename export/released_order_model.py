@@ -26,7 +26,8 @@ NAMES = {
     "down": r"linear2|fc2|down|w2|(?:mlp|ffn?)\.[23]",
     "features": r"feat|input|stale|(?:^|\.)in_proj|embed_x",
     "norm": r"^(?!.*layers?\.).*(?:norm|ln)",
-    "position": r"pos",
+    "position": r"^(?!.*(?:head|score|logit)).*pos",
+    "score1": r"head|score|logit|mlp_out|classifier",
     "state": r"state|status|kind|flag",
     "depth": r"depth|step",
 }
@@ -43,24 +44,19 @@ def import_order_model(path: Path) -> tuple[OrderModel, dict[str, str]]:
     """
     tensors = _read(path)
     model = OrderModel()
-    left = dict(tensors)
-    taken: dict[str, str] = {}
-    open_ = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    progress = True
-    while progress:  # what is clear by itself first: it leaves fewer to choose from
-        progress = False
-        for by_name in (False, True):
-            for own, shape in list(open_.items()):
-                fitting = [name for name, t in left.items() if tuple(t.shape) == shape and _alike(own, name)]
-                if by_name and len(fitting) > 1:
-                    pattern = NAMES.get(own.split(".")[-2], re.escape(own.split(".")[-2]))
-                    fitting = [name for name in fitting if re.search(pattern, name, re.IGNORECASE)]
-                if len(fitting) == 1:
-                    taken[own] = fitting[0]
-                    del left[fitting[0]], open_[own]
-                    progress = True
-            if progress:
-                break
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    left, taken = dict(tensors), dict[str, str]()
+    for own, shape in shapes.items():
+        fitting = [name for name, t in left.items() if tuple(t.shape) == shape and _alike(own, name)]
+        # Where several of ours could take it, its name must tell; being the last one left would prove nothing.
+        if sum(other == shape and _alike(own, name) for name, other in shapes.items()) > 1:
+            module = own.split(".")[-2]
+            pattern = NAMES.get(module, re.escape(module))
+            fitting = [name for name in fitting if re.search(pattern, name, re.IGNORECASE)]
+        if len(fitting) == 1:
+            taken[own] = fitting[0]
+            del left[fitting[0]]
+    open_ = {own: shape for own, shape in shapes.items() if own not in taken}
     if open_ or left:
         raise SpotDeployError(
             "drafter-shapes",
@@ -86,7 +82,7 @@ def _alike(own: str, name: str) -> bool:
     if own.endswith("bias") != name.endswith("bias"):
         return False
     mine = re.search(r"layers\.(\d+)\.", own)
-    theirs = re.search(r"(?:layers?|blocks?|encoder|h)\.(\d+)\.", name)
+    theirs = re.search(r"(?:^|\.)(?:layers?|blocks?|encoder|h)\.(\d+)\.", name)
     return (mine and mine[1]) == (theirs and theirs[1])
 
 

@@ -101,6 +101,7 @@ def hollow_decoder(spec: DecoderSpec, dtype: torch.dtype, tensor: Callable[[str]
                 content = torch.ones(1, dtype=dtype).expand(parameter.shape)
             else:
                 own = f"{prefix}.{name}".removeprefix(".")
-                content = tensor("embed.weight" if own == "head.weight" and spec.tied_head else own).to(dtype)
+                content = tensor("embed.weight" if own == "head.weight" and spec.tied_head else own)
+                content = content.to(torch.float32 if name == "expert_bias" else dtype)
             setattr(module, name, torch.nn.Parameter(content, requires_grad=False))
     return decoder

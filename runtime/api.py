@@ -46,6 +46,8 @@ class Result:
         finish_reason: `stop` (a stop id) or `length`.
         seconds: wall time from the first pass to the end; in a stream it includes what the reader does between events.
         exact: whether the law of the output is proven to be the target's own, in this engine.
+        lossless: whether it is proven to be that of draft-free decoding in the same mode; `exact` says less only where
+            attention is full and the cache frozen.
     """
 
     text: str
@@ -72,6 +74,7 @@ class Result:
     verifier: str
     backend: str
     exact: bool
+    lossless: bool
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -305,6 +308,8 @@ class Runtime:
         wanted = decoding.positions(len(ids), options.max_new_tokens)
         if wanted > decoding.max_positions:
             room = decoding.max_positions - len(ids)
+            if not decoding.exact_cache:  # blocks begin at the prompt's end
+                room = room // decoding.block_width * decoding.block_width
             raise usage_error(
                 "capacity",
                 "prompt and generation do not fit the target",
@@ -388,5 +393,6 @@ class Runtime:
                 verifier=options.verifier,
                 backend=self.backend,
                 exact=options.exact and (decoding.exact_cache or options.whole) and exact_here,
+                lossless=options.exact and exact_here,
             )
         )

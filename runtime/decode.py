@@ -100,7 +100,8 @@ class Figures:
     """What a run did.
 
     Attributes:
-        nfe: denoise passes (the paper's count); prefill, store and refresh passes are counted apart, by RequestTarget.
+        nfe: denoise passes (the paper's count). RequestTarget counts prefill and store passes apart, and says how many
+            of the denoise passes refreshed a frozen cache.
         given: first tokens of blocks that came from a store pass.
         commits: everything committed, `nfe + accepted + given`.
         accepted: drafted states that were accepted; `accepted_per_round` by drafted round.

@@ -272,15 +272,21 @@ class FrozenTarget(WholeTarget):
     shifted, the position before the block is computed along with it, since it predicts the block's first.
     """
 
+    def begin(self, prompt: Array, new_tokens: int) -> None:
+        super().begin(prompt, new_tokens)
+        self._empty = Cache(self._decoding)
+
     def open(self, state: State) -> Head:
         decoding = self._decoding
         self._start = self._origin + state.block * decoding.block_width
         first, stop = self._start - decoding.logit_shift, self._start + decoding.block_width
         self._sequence[self._start : stop] = state.tokens
-        self.cache.length = 0
         rows = self._start + state.masked - decoding.logit_shift
+        frozen, self.cache = self.cache, self._empty
         outputs = self._run(self._sequence[None], [0], [-1], self._own, rows, keep=True)
         self.refresh_forwards += 1
+        self.cache = frozen
+        self.cache.length = 0
         self.cache.append(outputs.kept, without=slice(first, stop))
         return self._heads(outputs, [state.masked])[0]
 

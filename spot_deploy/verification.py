@@ -118,7 +118,8 @@ def invariance(bundle: Bundle, session: TargetSession, budgets: tuple[int, ...],
     """The invariance probe over all that an engine shall serve."""
     decoding = bundle.manifest.decoding
     states = max(2, 1 + budgets[-1])
-    whole = () if decoding.exact_cache else (2 * decoding.window, 3 * decoding.window + 1)
+    window = decoding.window
+    whole = {} if decoding.exact_cache else {2 * window: states, 3 * window + 1: states, 8 * window + 1: 3}
     return probe_invariance(session, decoding.shape, decoding.window, decoding.buckets, states, requests, whole=whole)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from spot_deploy.engines.errors import SpotDeployError
-from spot_deploy.export.families.a2d import A2D_BLOCK, A2D_FULL
+from spot_deploy.export.families.a2d import A2D
 from spot_deploy.export.families.dream import DREAM
-from spot_deploy.export.families.family import Config, Family, Source, native_weights
+from spot_deploy.export.families.family import Config, Family, Fields, Source, native_weights
 from spot_deploy.export.families.fast_dllm import FAST_DLLM
 from spot_deploy.export.families.llada import LLADA
 from spot_deploy.export.families.llada2 import LLADA2
@@ -14,7 +14,7 @@ from spot_deploy.export.families.sdar import SDAR
 from spot_deploy.export.families.sdar_moe import SDAR_MOE
 from spot_deploy.export.families.stable_diffcoder import STABLE_DIFFCODER
 
-__all__ = ["FAMILIES", "Config", "Family", "Source", "find_family", "native_weights"]
+__all__ = ["FAMILIES", "Config", "Family", "Fields", "Source", "find_family", "native_weights"]
 
 FAMILIES = (
     SDAR,
@@ -25,8 +25,7 @@ FAMILIES = (
     DREAM,
     FAST_DLLM,
     STABLE_DIFFCODER,
-    A2D_BLOCK,
-    A2D_FULL,
+    *A2D,
 )
 REFUSED = {
     "DiffusionGemmaForBlockDiffusion": "DiffusionGemma has no mask token: it draws tokens anew until they settle, so "
@@ -35,23 +34,25 @@ REFUSED = {
 
 
 def find_family(config: Config, name: str) -> Family:
-    """The family of a config.json, by `architectures[0]`, then `model_type`.
+    """The family of a config.json, by `architectures[0]` or a class that `auto_map` names, then by `model_type`.
 
     Args:
-        name: of the checkpoint's folder, for what some configs leave out.
+        name: of the checkpoint, for what some configs leave out.
 
     Raises:
         SpotDeployError: none that export knows, or one that SPOT cannot decode.
     """
     architecture = (config.get("architectures") or [None])[0]
     model_type = config.get("model_type")
-    reason = REFUSED.get(architecture)
+    mapped = {str(value).rsplit(".", 1)[-1] for value in (config.get("auto_map") or {}).values()}
+    reason = next((REFUSED[name] for name in (architecture, *mapped) if name in REFUSED), None)
     fitting = [family for family in FAMILIES if architecture in family.architectures]
-    if architecture is None:
+    if not fitting:
+        fitting = [family for family in FAMILIES if mapped & set(family.architectures)]
+    if architecture is None and not fitting:
         fitting = [family for family in FAMILIES if model_type in family.model_types]
-    if A2D_FULL in fitting and "mdlm" in name:
-        fitting = [A2D_FULL]
-    if fitting:
+    fitting = [family for family in fitting if family.fits(name)]
+    if fitting and reason is None:
         reason = fitting[0].refused(config, name)
         if reason is None:
             return fitting[0]

@@ -29,6 +29,7 @@ DREAM = Family(
     sources=sources,
     native=native_qwen2,
     mask_id=151666,
+    stop_ids=(151643,),
     block_width=32,
     attention="full",
     logit_shift=1,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spot_deploy.engines.errors import SpotDeployError
@@ -15,6 +18,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Config = Mapping[str, Any]
+
+
+class Fields(dict[str, Any]):
+    """A config.json whose fields say their names where they are missing or null."""
+
+    def __getitem__(self, key: str) -> Any:
+        if self.get(key) is None:
+            raise ValueError(f"{key} is {'null' if key in self else 'missing'}")
+        return super().__getitem__(key)
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,7 @@ class Family:
         native: config and number of layers to the native transformers class, the parity oracle, weights not loaded.
         native_names: names of its parameters for ours; experts are joined as the class has them.
         mask_id: where the config is silent; None: the tokenizer's mask token, or --mask-id.
+        stop_ids: where generation_config.json and the config are silent.
         block_width: where config and name are silent; None: --block-width must tell.
         confidence: `tempered` or `raw`.
         attention: `block-causal` or `full`.
@@ -50,6 +63,7 @@ class Family:
         given_start: the first token of a block comes from the pass that stores the block before.
         width_keys: fields of the config that may hold the block width.
         position_keys: fields that may hold the capacity in positions.
+        fits: whether a folder's name fits, where several families have an architecture.
         refused: why a checkpoint that looks like this family cannot be decoded (config, folder name), or None.
     """
 
@@ -65,12 +79,14 @@ class Family:
     attention: str = "block-causal"
     logit_shift: int = 0
     given_start: bool = False
+    stop_ids: tuple[int, ...] = ()
     width_keys: tuple[str, ...] = ("block_size", "block_length")
     position_keys: tuple[str, ...] = ("max_position_embeddings",)
+    fits: Callable[[str], bool] = lambda name: True
     refused: Callable[[Config, str], str | None] = lambda config, name: None
 
     def width(self, config: Config, folder_name: str) -> int:
-        """From the config, else from a name that ends in -bN (JetLM's convention), else the default.
+        """From the config, else from -bN in the name (JetLM's convention), else the default.
 
         Raises:
             ValueError: none of them tells.
@@ -78,7 +94,7 @@ class Family:
         for key in self.width_keys:
             if isinstance(config.get(key), int):
                 return int(config[key])
-        named = re.search(r"-b(\d+)$", folder_name)
+        named = re.search(r"-b(\d+)(?=[-\s]|$)", folder_name)
         if named:
             return int(named[1])
         if self.block_width is None:
@@ -189,11 +205,25 @@ def sources(
     return found
 
 
+def convert_tokenizer(folder: Path) -> Path:
+    """A folder with tokenizer.json made by transformers from a Qwen2 tokenizer's vocab.json and merges.txt.
+
+    It is removed when the process ends.
+    """
+    from transformers import Qwen2Tokenizer
+
+    made = tempfile.TemporaryDirectory(prefix="spot-deploy-tokenizer-")
+    atexit.register(made.cleanup)
+    Qwen2Tokenizer.from_pretrained(folder).save_pretrained(made.name)
+    return Path(made.name)
+
+
 def native_config(config: Config, layers: int, **changes: Any) -> dict[str, Any]:
     """Settings for a native config class, from the checkpoint's own config, so that a field that is misread here shows
     in the parity gates."""
     other = ("architectures", "model_type", "auto_map", "transformers_version", "torch_dtype", "dtype")
     settings = {key: value for key, value in config.items() if key not in other}
+    settings = {key: value for key, value in settings.items() if value is not None}
     return settings | {"num_hidden_layers": layers, "layer_types": None, "attn_implementation": "eager"} | changes
 
 

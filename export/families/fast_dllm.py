@@ -16,6 +16,7 @@ FAST_DLLM = Family(
     sources=sources,
     native=native_qwen2,
     mask_id=151665,
+    stop_ids=(151645,),
     block_width=32,
     logit_shift=1,
     given_start=True,

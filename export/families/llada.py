@@ -45,6 +45,8 @@ def _spec(config: Config) -> DecoderSpec:
             "rope": True,
             "scale_logits": False,
             "alibi": False,
+            "input_emb_norm": False,
+            "multi_query_attention": False,
         },
     )
     heads = config["n_heads"]
@@ -93,6 +95,7 @@ LLADA = Family(
     sources=llada_sources,
     native=_native,
     mask_id=126336,
+    stop_ids=(126081,),
     block_width=32,
     confidence="raw",
     attention="full",

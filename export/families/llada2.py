@@ -15,10 +15,12 @@ from spot_deploy.export.families.family import (
     PARTS,
     Config,
     Family,
+    Fields,
     Source,
     hugging_face_spec,
     native_config,
     require,
+    rope_theta,
     sources,
 )
 
@@ -34,6 +36,8 @@ _FUSED = "attention.query_key_value.weight"
 
 
 def _spec(config: Config) -> DecoderSpec:
+    if config.get("_moe_implementation") == "fused":
+        require(config, {"_moe_implementation": "eager"})  # its experts are stored in one tensor
     require(
         config,
         {
@@ -60,8 +64,14 @@ def _spec(config: Config) -> DecoderSpec:
         scale=float(config["routed_scaling_factor"]),
     )
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    rotated = int(head_dim * config.get("partial_rotary_factor", 1))
-    return hugging_face_spec(dict(config) | {"head_dim": head_dim}, qk_norm=True, moe=moe, rotary_dim=rotated)
+    rotated = int(head_dim * _rotated_share(config))
+    return hugging_face_spec(Fields(config) | {"head_dim": head_dim}, qk_norm=True, moe=moe, rotary_dim=rotated)
+
+
+def _rotated_share(config: Config) -> float:
+    """0.5 unless said otherwise, as the published config class has it."""
+    rope = config.get("rope_parameters") or {}
+    return float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5)))
 
 
 def _sources(spec: DecoderSpec) -> dict[str, Source]:
@@ -79,8 +89,8 @@ def _native(config: Config, layers: int) -> PreTrainedModel:
 
     rope = {
         "rope_type": "default",
-        "rope_theta": config["rope_theta"],
-        "partial_rotary_factor": config.get("partial_rotary_factor", 1),
+        "rope_theta": rope_theta(config),
+        "partial_rotary_factor": _rotated_share(config),
     }
     changes = {
         "rope_parameters": rope,
@@ -115,6 +125,7 @@ LLADA2 = Family(
     sources=_sources,
     native=_native,
     mask_id=156895,
+    stop_ids=(156892,),
     block_width=32,
     refused=_refused,
 )

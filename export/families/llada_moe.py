@@ -1,6 +1,6 @@
 """LLaDA-MoE-7B-A1B: softmax routing without renormalisation, per-head norms, full attention (ZHZisZZ/dllm, llada).
 
-Without an expert bias it is Qwen3-MoE; with one, the biased score is also the weight, which no native class does.
+Natively it is Qwen3-MoE. A checkpoint with an expert bias, which no native class has, is refused.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def _spec(config: Config) -> DecoderSpec:
             "moe_router_score_function": "softmax",
             "moe_router_enable_expert_bias": False,
             "shared_expert_intermediate_size": None,
+            "qk_layernorm": True,
         },
     )
     frequency = config.get("moe_layer_freq") or [1] * config["num_hidden_layers"]
@@ -42,15 +43,15 @@ def _spec(config: Config) -> DecoderSpec:
         dense_layers=frozenset(i for i, is_moe in enumerate(frequency) if not is_moe),
         normalised=False,
     )
-    factor = config.get("partial_rotary_factor") or 1
+    if config.get("partial_rotary_factor") not in (None, 1, -1):  # -1: the published class's own default
+        require(config, {"partial_rotary_factor": 1})
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     dense = config.get("dense_intermediate_size") or moe.intermediate
     renamed = dict(config) | {"intermediate_size": dense, "head_dim": head_dim}
     return hugging_face_spec(
         renamed,
-        qk_norm=bool(config.get("qk_layernorm")),
+        qk_norm=True,
         moe=moe,
-        rotary_dim=None if factor in (1, -1) else int(head_dim * factor),
     )
 
 
@@ -61,7 +62,6 @@ def _sources(spec: DecoderSpec) -> dict[str, Source]:
 def _native(config: Config, layers: int) -> PreTrainedModel:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    require(config, {"qk_layernorm": True, "partial_rotary_factor": 1})
     frequency = config.get("moe_layer_freq") or [1] * config["num_hidden_layers"]
     changes = {
         "moe_intermediate_size": config["expert_intermediate_size"],
@@ -82,6 +82,7 @@ LLADA_MOE = Family(
     sources=_sources,
     native=_native,
     mask_id=156895,
+    stop_ids=(156892,),
     block_width=32,
     confidence="raw",
     attention="full",

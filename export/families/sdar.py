@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MASK_ID = 151669
+STOP_IDS = (151645, 151643)
 
 
 def qwen3_spec(config: Config) -> DecoderSpec:
@@ -36,5 +37,6 @@ SDAR = Family(
     sources=sources,
     native=native_qwen3,
     mask_id=MASK_ID,
+    stop_ids=STOP_IDS,
     block_width=4,
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from spot_deploy.export.decoder import DecoderSpec, MoeSpec
 from spot_deploy.export.families.family import Config, Family, hugging_face_spec, native_config, require, sources
-from spot_deploy.export.families.sdar import MASK_ID
+from spot_deploy.export.families.sdar import MASK_ID, STOP_IDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,5 +40,6 @@ SDAR_MOE = Family(
     sources=sources,
     native=native_qwen3_moe,
     mask_id=MASK_ID,
+    stop_ids=STOP_IDS,
     block_width=4,
 )

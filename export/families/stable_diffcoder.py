@@ -1,6 +1,6 @@
 """Stable-DiffCoder-8B: Llama with block-causal attention (ByteDance-Seed/Stable-DiffCoder, modeling file: mask id 5,
-blocks of 4, no shift, confidence before the temperature). Its model_type is plain `llama`, so only the architecture
-tells it."""
+blocks of 4, no shift, confidence before the temperature). Its model_type is plain `llama`, and one revision's
+architecture plain Llama as well, so that only the class in `auto_map` tells it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def _spec(config: Config) -> DecoderSpec:
+def llama_spec(config: Config) -> DecoderSpec:
     require(config, {"attention_bias": False, "mlp_bias": False})
     return hugging_face_spec(config, qk_norm=False)
 
 
-def _native(config: Config, layers: int) -> PreTrainedModel:
+def native_llama(config: Config, layers: int) -> PreTrainedModel:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(**native_config(config, layers)))
@@ -26,12 +26,13 @@ def _native(config: Config, layers: int) -> PreTrainedModel:
 
 STABLE_DIFFCODER = Family(
     name="stable-diffcoder",
-    architectures=("StableDiffcoderForCausalLM",),
+    architectures=("StableDiffcoderForCausalLM", "SeedDiffcoderForCausalLM"),
     model_types=(),
-    spec=_spec,
+    spec=llama_spec,
     sources=sources,
-    native=_native,
+    native=native_llama,
     mask_id=5,
+    stop_ids=(2,),
     block_width=4,
     confidence="raw",
 )

@@ -10,7 +10,7 @@ import click
 
 from spot_deploy.cli.common import (
     MAX_THREADS,
-    Budgets,
+    WholeNumbers,
     backend_option,
     bundle_argument,
     emit,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 @click.option(
     "--threads", type=click.IntRange(1, MAX_THREADS), help="Threads of the engine. Default: the cores of this process."
 )
-@click.option("--budgets", type=Budgets(), help="Draft budgets to serve. [bundle's]")
+@click.option("--budgets", type=WholeNumbers(), help="Draft budgets to serve. [bundle's]")
 @click.option(
     "--requests", type=click.IntRange(1, 64), default=1, show_default=True, help="Requests in one pass at most."
 )

@@ -35,21 +35,24 @@ chat_option = click.option("--chat", is_flag=True, help="Put the prompts into th
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
 
 
-class Budgets(click.ParamType[tuple[int, ...]]):
-    """Comma-separated draft budgets."""
+class WholeNumbers(click.ParamType[tuple[int, ...]]):
+    """Comma-separated whole numbers from 0 to `most`: draft budgets, or token ids."""
 
-    name = "D,D,..."
+    name = "N,N,..."
+
+    def __init__(self, most: int = MAX_BUDGET):
+        self.most = most
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
         try:
-            budgets = tuple(int(part) for part in str(value).split(","))
-            if not all(0 <= budget <= MAX_BUDGET for budget in budgets):
+            numbers = tuple(int(part) for part in str(value).split(","))
+            if not all(0 <= number <= self.most for number in numbers):
                 raise ValueError
         except ValueError:
-            self.fail(f"{value!r} is no list of whole numbers within 0..{MAX_BUDGET}, such as 0,3,8", param, ctx)
-        return budgets
+            self.fail(f"{value!r} is no list of whole numbers within 0..{self.most}, such as 0,3,8", param, ctx)
+        return numbers
 
 
 class Numbers(click.ParamType[tuple[float, ...]]):

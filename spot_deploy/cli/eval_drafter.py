@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from spot_deploy.cli.common import (
-    Budgets,
+    WholeNumbers,
     backend_option,
     bundle_argument,
     chat_option,
@@ -27,7 +27,7 @@ from spot_deploy.engines.errors import usage_error
 @bundle_argument
 @prompts_option
 @chat_option
-@click.option("--budgets", type=Budgets(), default="3,8,20", show_default=True)
+@click.option("--budgets", type=WholeNumbers(), default="3,8,20", show_default=True)
 @click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, show_default=True)
 @click.option("--gamma", type=click.FloatRange(0), help="Mass floor. [bundle's default]")
 @click.option("--seed", type=click.IntRange(0, 2**63), default=0, show_default=True, help="Prompt n takes seed + n.")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from spot_deploy.cli.common import Budgets, Words, emit, json_option, spinner
+from spot_deploy.cli.common import WholeNumbers, Words, emit, json_option, spinner
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
 
 EXPORT_PACKAGES = ("torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir", "onnxruntime")
@@ -38,9 +38,12 @@ def require_packages(verb: str, names: tuple[str, ...] = EXPORT_PACKAGES) -> Non
 )
 @click.option("--block-width", type=click.IntRange(1, 64), help="Where the checkpoint does not say, or to override it.")
 @click.option("--mask-id", type=click.IntRange(0), help="Where the checkpoint does not say, or to override it.")
+@click.option(
+    "--stop-ids", type=WholeNumbers(2**24), help="Ids that end a text, where the checkpoint does not say: 2 or 2,5."
+)
 @click.option("--max-positions", type=click.IntRange(1), help="Capacity: prompt and generation, in positions.")
 @click.option(
-    "--budgets", type=Budgets(), default="0,1,2,3,6,8,12,20", show_default=True, help="Draft budgets to probe."
+    "--budgets", type=WholeNumbers(), default="0,1,2,3,6,8,12,20", show_default=True, help="Draft budgets to probe."
 )
 @click.option("--budget", type=click.IntRange(0), default=8, show_default=True, help="Default draft budget.")
 @click.option("--gamma", type=click.FloatRange(0), default=0.0, show_default=True, help="Default mass floor.")
@@ -66,6 +69,7 @@ def command(
     order_model: Path | None,
     block_width: int | None,
     mask_id: int | None,
+    stop_ids: tuple[int, ...] | None,
     max_positions: int | None,
     budgets: tuple[int, ...],
     budget: int,
@@ -82,6 +86,7 @@ def command(
     options = ExportOptions(
         block_width=block_width,
         mask_id=mask_id,
+        stop_ids=stop_ids,
         max_positions=max_positions,
         parity=parity,
         precisions=precisions,
@@ -96,5 +101,8 @@ def command(
     if as_json:
         emit({"bundle": str(output), "bundle_id": manifest.bundle_id, "bytes": size, "parity": dict(manifest.parity)})
     else:
+        decoding, family = manifest.decoding, manifest.source["family"]
+        stops = ", ".join(map(str, decoding.stop_ids))
+        click.echo(f"{family}, block width {decoding.block_width}, mask {decoding.mask_id}, stop {stops}", err=True)
         click.echo(f"{output}: {size / 1e6:.1f} MB, parity {parity} ({gates} gates passed)", err=True)
         click.echo(f"next: spot-deploy build-engine {output}", err=True)

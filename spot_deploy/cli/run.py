@@ -114,7 +114,7 @@ def command(
         show = not as_json and (sys.stdout.isatty() if stream is None else stream)
         result = _decode(runtime, given, thinking, options, show)
         control = _decode(runtime, given, thinking, replace(options, budget=0), False) if compare else None
-    if control is not None and options.exact and result.exact and control.token_ids != result.token_ids:
+    if control is not None and result.lossless and control.token_ids != result.token_ids:
         _raise_unequal(result, control)
     if as_json:
         document = result.as_dict()
@@ -160,9 +160,9 @@ def _raise_unequal(result: Result, control: Result) -> None:
 def _exactness(result: Result, probed: int) -> str:
     if result.exact:
         return "yes"
-    if result.refresh_forwards:
-        text = f"no (frozen cache, refreshed by {result.refresh_forwards} of the passes"
-        return text + (f"; equal to draft-free decoding in this mode up to budget {probed}; --whole is exact)")
+    if result.refresh_forwards and result.lossless:
+        text = f"no (frozen cache, refreshed by {result.refresh_forwards} of the passes; --whole is exact)"
+        return text + "; equal to draft-free decoding over such a cache: yes"
     if result.verifier == "greedy" and result.temperature > 0:
         return "no (the greedy verifier is not, above temperature 0)"
     if result.budget > probed > 0:

@@ -28,7 +28,7 @@ rtx = pytest.importorskip("tensorrt_rtx")
 CAPABILITIES = ("sm86", "sm89", "sm120")
 PRECISIONS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 ROLES = {target_role(layout, precision): (layout, precision) for layout in LAYOUTS for precision in PRECISIONS}
-LIMITS = Limits(block_width=8, buckets=(16,), budgets=(0, 3, 8), budget=3, requests=1, prefill_positions=64)
+LIMITS = Limits(block_width=8, buckets=(16,), budgets=(0, 3, 8), budget=3, requests=1, prefill_positions=64, window=8)
 
 
 def jobs(bundle):

@@ -91,7 +91,7 @@ class Trap:
         return (exec, ("raise SystemExit('this ran')",))
 
 
-@pytest.mark.parametrize("damage", ["missing", "pickle", "text", "two", "no-tensors", "wider", "extra"])
+@pytest.mark.parametrize("damage", ["missing", "pickle", "text", "two", "no-tensors", "wider", "ambiguous", "extra"])
 def test_what_does_not_fit_is_refused_with_a_list(published, damage, tmp_path):
     path, state = tmp_path / "x.pt", dict(published.state_dict())
     expected = {
@@ -101,6 +101,7 @@ def test_what_does_not_fit_is_refused_with_a_list(published, damage, tmp_path):
         "two": ("drafter-content", "ema"),
         "no-tensors": ("drafter-content", "dict"),
         "wider": ("drafter-shapes", "input_proj.weight [128, 44]"),
+        "ambiguous": ("drafter-shapes", "pe [64, 128]"),
         "extra": ("drafter-shapes", "gate.weight [7, 7]"),
     }
     if damage == "pickle":
@@ -113,6 +114,9 @@ def test_what_does_not_fit_is_refused_with_a_list(published, damage, tmp_path):
         torch.save({"lr": 0.1}, path)
     elif damage == "wider":
         torch.save(state | {"input_proj.weight": torch.zeros(128, 44)}, path)
+    elif damage == "ambiguous":
+        renamed = {"pos_emb.weight": "pe", "head.0.weight": "pos_head.0.weight"}
+        torch.save({renamed.get(name, name): t for name, t in state.items()}, path)
     elif damage == "extra":
         torch.save(state | {"gate.weight": torch.zeros(7, 7)}, path)
     with pytest.raises(SpotDeployError) as caught:

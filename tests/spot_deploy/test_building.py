@@ -192,8 +192,8 @@ def test_profiles_rise_and_hold_what_the_runtime_runs(made, data):
 
 def test_limits_name_every_fault():
     with pytest.raises(ValueError, match="budgets") as caught:
-        Limits(32, (64, 32), (3,), 8, 0, 8)
-    for word in ("buckets", "requests", "prefill_positions", "the budget 8"):
+        Limits(32, (64, 32), (3,), 8, 0, 8, 16)
+    for word in ("buckets", "requests", "prefill_positions", "the budget 8", "window"):
         assert word in str(caught.value)
 
 
