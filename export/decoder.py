@@ -212,7 +212,7 @@ class Layer(nn.Module):
         inner = F.silu(self.gate(h)) * self.up(h)
         if self.moe is None:
             return self.down(inner)
-        logits = F.linear(h.float(), self.router.weight.float())  # in float32, as the published routers are
+        logits = self.router(h.float())  # in float32, as the published routers are
         weights = routing(logits, self.expert_bias, self.moe).to(h.dtype)
         scaled = inner.view(-1, self.moe.experts, self.moe.intermediate) * weights[..., None]
         out = self.down(scaled.reshape(inner.shape[0], -1))
@@ -289,12 +289,15 @@ class Decoder(nn.Module):
         return self.head(self.norm(hidden)).float()
 
 
+def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """What a parameter is held in where the network is in `dtype`: experts are chosen in float32 always."""
+    return torch.float32 if name.endswith(("router.weight", "expert_bias")) else dtype
+
+
 def in_dtype(decoder: Decoder, dtype: torch.dtype) -> Decoder:
-    """The decoder in another dtype, in place; what experts are chosen by stays in float32."""
-    kept = {name: p for name, p in decoder.named_parameters() if name.endswith("expert_bias")}
-    decoder.to(dtype)
-    for name, parameter in kept.items():
-        decoder.get_parameter(name).data = parameter.data.float()
+    """The decoder in another dtype, in place."""
+    for name, parameter in decoder.named_parameters():
+        parameter.data = parameter.data.to(parameter_dtype(name, dtype))
     return decoder
 
 

@@ -32,7 +32,7 @@ from spot_deploy.engines.contracts import (
 )
 from spot_deploy.engines.errors import VERIFICATION, SpotDeployError
 from spot_deploy.export.checkpoint import Checkpoint
-from spot_deploy.export.decoder import Decoder, DecoderSpec, Layer, RMSNorm, masked_attend, rotary
+from spot_deploy.export.decoder import Decoder, DecoderSpec, Layer, RMSNorm, masked_attend, parameter_dtype, rotary
 from spot_deploy.export.families import native_weights
 from spot_deploy.export.target_graph import TargetGraph
 from spot_deploy.export.trace import HALF_DTYPES
@@ -605,8 +605,7 @@ def layer_parity(checkpoint: Checkpoint, halves: Sequence[str]) -> dict[str, Any
         def ours(dtype: torch.dtype, one: DecoderSpec = one, weights: dict[str, torch.Tensor] = weights) -> Array:
             with torch.device("meta"):
                 decoder = Decoder(one)
-            kept = {n: t if n.endswith("expert_bias") else t.to(dtype) for n, t in weights.items()}
-            decoder.load_state_dict(kept, assign=True)
+            decoder.load_state_dict({n: t.to(parameter_dtype(n, dtype)) for n, t in weights.items()}, assign=True)
             with torch.no_grad():
                 flat = x.reshape(-1, one.hidden).to(dtype)
                 hidden, _ = decoder.through(flat, positions, masked_attend(mask.to(dtype).clamp(min=_least(dtype))))
@@ -649,7 +648,7 @@ def against_f32(
     Args:
         folder: where the graphs lie, by the names of their layouts.
         usable: ids that may stand in a state.
-        traces: golden traces.
+        traces: golden traces, or prompts that nothing was traced for.
 
     Returns:
         By layout and precision: `logits` (largest difference and cosine) and `argmax` (share of equal ones) on masked
@@ -685,14 +684,16 @@ def against_f32(
             raise _failed(
                 f"{name}.argmax", f"{same.mean():.1%} of the best tokens equal", f"at least {ARGMAX_FLOOR:.0%}"
             )
-        measured |= _followed(name, session, decoding, traces)
+        # Without traces of the native class, the float32 graph's own.
+        golden = [t if t.commits else replace(t, commits=_onnx_trace(reference, decoding, t)) for t in traces]
+        measured |= _followed(name, session, decoding, golden)
     return measured
 
 
 def _followed(name: str, session: TargetSession, decoding: Decoding, traces: Sequence[Trace]) -> dict[str, Any]:
     """For every golden trace the first commit that an engine of another precision makes differently."""
     measured = {}
-    for index, trace in enumerate(trace for trace in traces if trace.commits):
+    for index, trace in enumerate(traces):
         commits = _onnx_trace(session, decoding, trace)
         pairs = zip(commits, trace.commits, strict=True)
         first = next((i for i, (mine, golden) in enumerate(pairs) if mine != golden), None)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from spot_deploy.engines.files import safetensors_header
-from spot_deploy.export.decoder import Decoder, DecoderSpec
+from spot_deploy.export.decoder import Decoder, DecoderSpec, parameter_dtype
 
 WEIGHTS = "weights.safetensors"
 SMALL = 1 << 16  # elements of a parameter that is held while tracing; the exporter joins small ones of equal content
@@ -97,11 +97,11 @@ def hollow_decoder(spec: DecoderSpec, dtype: torch.dtype, tensor: Callable[[str]
         decoder = Decoder(spec)
     for prefix, module in decoder.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
+            own = f"{prefix}.{name}".removeprefix(".")
+            kept = parameter_dtype(own, dtype)
             if parameter.numel() > SMALL:
-                content = torch.ones(1, dtype=dtype).expand(parameter.shape)
+                content = torch.ones(1, dtype=kept).expand(parameter.shape)
             else:
-                own = f"{prefix}.{name}".removeprefix(".")
-                content = tensor("embed.weight" if own == "head.weight" and spec.tied_head else own)
-                content = content.to(torch.float32 if name == "expert_bias" else dtype)
+                content = tensor("embed.weight" if own == "head.weight" and spec.tied_head else own).to(kept)
             setattr(module, name, torch.nn.Parameter(content, requires_grad=False))
     return decoder

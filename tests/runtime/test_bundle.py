@@ -102,7 +102,9 @@ def test_manifest_that_is_none(tiny_copy, content):
     assert caught.value.fix
 
 
-@pytest.mark.parametrize(("version", "fix"), [(2, "upgrade"), (0, "export"), ("1", "export"), (None, "export")])
+@pytest.mark.parametrize(
+    ("version", "fix"), [(3, "upgrade"), (1, "export"), (0, "export"), ("1", "export"), (None, "export")]
+)
 def test_wrong_schema(tiny_copy, version, fix):
     edit(tiny_copy, lambda d: d.update(schema_version=version))
     with pytest.raises(SpotDeployError) as caught:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from signals import heeding_signals
 
 from spot_deploy import Runtime, SpotDeployError, build_engine, building
 from spot_deploy.building import BuildOptions, plan_build
@@ -165,6 +166,8 @@ limits = st.builds(
     budget=st.just(0),
     requests=st.integers(1, 8),
     prefill_positions=st.integers(32, 512),
+    window=st.integers(32, 33),
+    whole=st.sampled_from((0, 1024)),
 )
 
 
@@ -173,7 +176,7 @@ def test_profiles_rise_and_hold_what_the_runtime_runs(made, data):
     shape = TargetShape(layers=2, kv_heads=2, head_dim=16, vocab=320, raw_confidence=False)
     made = replace(made, budget=data.draw(st.sampled_from(made.budgets)))
     profiles = target_profiles(made)
-    assert [p.role for p in profiles] == ["prefill", "draft-free", "speculate"]
+    assert [p.role for p in profiles] == ["refresh" if made.whole else "prefill", "draft-free", "speculate"]
     for profile in profiles:
         assert (profile.symbols["P"][0], profile.symbols["P"][2]) == (made.buckets[0], made.buckets[-1])
         assert profile.symbols["P"][1] in made.buckets
@@ -187,6 +190,7 @@ def test_profiles_rise_and_hold_what_the_runtime_runs(made, data):
     for budget in made.budgets:
         assert speculate["S"][0] <= 1 + budget <= speculate["S"][2]
         assert (1 + budget) * made.block_width <= speculate["M"][2]
+    assert speculate["Q"] == (made.window,) * 3
     assert order_profile(made)[2] >= 1 + made.budgets[-1]
 
 
@@ -274,7 +278,9 @@ def gone(pid):
 def test_interrupt_ends_a_build_and_leaves_nothing(tiny_copy, delay):
     before = sorted(tiny_copy.rglob("*"))
     record = record_path(tiny_copy, "onnxruntime").read_bytes()
-    process = subprocess.Popen(command("build-engine", tiny_copy, "--budgets", "0,60"), stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command("build-engine", tiny_copy, "--budgets", "0,60"), stderr=subprocess.PIPE, preexec_fn=heeding_signals
+    )
     child = started(process)
     time.sleep(delay)
     process.send_signal(signal.SIGINT)

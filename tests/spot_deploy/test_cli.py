@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from signals import heeding_signals
 
 from spot_deploy.cli.main import VERBS, main
 from spot_deploy.engines.files import STAGING, staged_folder
@@ -391,7 +392,11 @@ def test_training_that_diverges_or_cannot_be(spot, tmp_path):
 def test_interrupt_ends_with_130(tiny_bundle, number):
     command = [sys.executable, "-P", "-c", "from spot_deploy.cli.main import main; main()", "run", str(tiny_bundle)]
     process = subprocess.Popen(
-        [*command, "--prompt", "-"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        [*command, "--prompt", "-"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        preexec_fn=heeding_signals,
     )
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:  # wait until it reads standard input, that is, until it listens to Ctrl-C
