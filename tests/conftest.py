@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,17 @@ def demo_bundle(tmp_path_factory):
     """The demo target and order model, exported as the quick start does. Read only."""
     output = tmp_path_factory.mktemp("bundles") / "demo.spot"
     return build(ROOT / "demo" / "target", ROOT / "demo" / "order-model", output)
+
+
+@pytest.fixture
+def heeding_signals():
+    """For `preexec_fn`: a child heeds Ctrl-C even where the tests were started in the background or by nohup."""
+
+    def restore():
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+
+    return restore
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ def _spec(config: Config) -> DecoderSpec:
 def _rotated_share(config: Config) -> float:
     """0.5 unless said otherwise, as the published config class has it."""
     rope = config.get("rope_parameters") or {}
-    return float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5)))
+    return float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 0.5)
 
 
 def _sources(spec: DecoderSpec) -> dict[str, Source]:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from signals import heeding_signals
 
 from spot_deploy import Runtime, SpotDeployError, build_engine, building
 from spot_deploy.building import BuildOptions, plan_build
@@ -275,7 +274,7 @@ def gone(pid):
 
 
 @pytest.mark.parametrize("delay", [0.0, 1.5])
-def test_interrupt_ends_a_build_and_leaves_nothing(tiny_copy, delay):
+def test_interrupt_ends_a_build_and_leaves_nothing(heeding_signals, tiny_copy, delay):
     before = sorted(tiny_copy.rglob("*"))
     record = record_path(tiny_copy, "onnxruntime").read_bytes()
     process = subprocess.Popen(

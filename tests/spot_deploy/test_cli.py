@@ -14,7 +14,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from signals import heeding_signals
 
 from spot_deploy.cli.main import VERBS, main
 from spot_deploy.engines.files import STAGING, staged_folder
@@ -389,7 +388,7 @@ def test_training_that_diverges_or_cannot_be(spot, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_interrupt_ends_with_130(tiny_bundle, number):
+def test_interrupt_ends_with_130(tiny_bundle, heeding_signals, number):
     command = [sys.executable, "-P", "-c", "from spot_deploy.cli.main import main; main()", "run", str(tiny_bundle)]
     process = subprocess.Popen(
         [*command, "--prompt", "-"],
