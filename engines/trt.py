@@ -266,7 +266,9 @@ class TensorRT:
             raise SpotDeployError(
                 "driver-missing",
                 f"{self.name} cannot {verb} here: {missing}",
-                fix="use a machine with an NVIDIA GPU, or --backend onnxruntime or openvino",
+                fix="use a machine with an NVIDIA GPU, or --backend onnxruntime or openvino"
+                if verb != "run"
+                else "use --backend onnxruntime or openvino; this version runs no TensorRT engine on a GPU either",
                 exit_code=ENVIRONMENT,
             )
 

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from spot_deploy.engines.contracts import TargetShape
 from spot_deploy.engines.errors import SpotDeployError
 from spot_deploy.engines.files import read_json, safetensors_header
-from spot_deploy.export.decoder import Decoder, DecoderSpec
+from spot_deploy.export.decoder import DecoderSpec
 from spot_deploy.export.families import Family, Fields, Source, find_family
-from spot_deploy.export.families.family import convert_tokenizer
+from spot_deploy.export.families.family import convert_tokenizer, published_shapes
 from spot_deploy.runtime.manifest import Decoding, default_buckets
 from spot_deploy.runtime.text import TOKENIZER, Text
 
@@ -94,18 +94,10 @@ class Checkpoint:
                 wanted=", ".join(READ),
                 fix="use the checkpoint that is not quantised; export quantises itself (--precisions)",
             )
-        shapes: dict[str, list[int]] = {}
-        for own, shape in Decoder.shapes(self.spec):
-            source, part = sources[own], list(shape)
-            if source.rows is not None:
-                part[0] = max(source.rows[1], shapes.get(source.names[0], [0])[0])
-            else:
-                part[source.axis] //= len(source.names)
-            shapes |= dict.fromkeys(source.names, part)
         wrong = [
-            f"{name}: {list(places[name][2])} in place of {part}"
-            for name, part in shapes.items()
-            if name in places and list(places[name][2]) != part
+            f"{name}: {list(places[name][2])} in place of {list(shape)}"
+            for name, shape in published_shapes(self.spec, sources).items()
+            if name in places and places[name][2] != shape
         ]
         if missing or wrong or unknown:
             raise SpotDeployError(

@@ -295,8 +295,8 @@ class Runtime:
             raise usage_error(
                 "whole",
                 "whole sequences are for targets with full attention",
-                seen="a block-causal target, whose cache is exact as it is",
-                fix="leave it out",
+                seen="a block-causal target, which is decoded exactly as it is",
+                fix="leave out --whole (whole=True)",
             )
         if not options.fuse and (decoding.given_start or not decoding.exact_cache):
             raise usage_error(

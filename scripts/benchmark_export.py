@@ -24,8 +24,8 @@ import torch
 
 from spot_deploy.engines import backends
 from spot_deploy.engines.files import write_json
-from spot_deploy.export.decoder import Decoder
 from spot_deploy.export.families import find_family
+from spot_deploy.export.families.family import published_shapes
 from spot_deploy.export.weights import stream_weights
 
 DEMO = Path(__file__).resolve().parents[1] / "demo"
@@ -101,14 +101,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> int:
     """A sharded checkpoint; returns its bytes."""
     family = find_family(config, folder.name)
     spec = family.spec(config)
-    shapes, published = dict(Decoder.shapes(spec)), dict[str, tuple[int, ...]]()
-    for own, source in family.sources(spec).items():
-        shape = list(shapes[own])
-        if source.rows is not None:
-            shape[0] = max(source.rows[1], published.get(source.names[0], (0,))[0])
-        else:
-            shape[source.axis] //= len(source.names)
-        published |= dict.fromkeys(source.names, tuple(shape))
+    published = published_shapes(spec, family.sources(spec))
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
     for name, dims in published.items():

@@ -205,6 +205,21 @@ def sources(
     return found
 
 
+def published_shapes(spec: DecoderSpec, found: Mapping[str, Source]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the checkpoint's tensors, from where our parameters come from."""
+    from spot_deploy.export.decoder import Decoder
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for own, shape in Decoder.shapes(spec):
+        source, part = found[own], list(shape)
+        if source.rows is not None:
+            part[0] = max(source.rows[1], shapes.get(source.names[0], (0,))[0])
+        else:
+            part[source.axis] //= len(source.names)
+        shapes |= dict.fromkeys(source.names, tuple(part))
+    return shapes
+
+
 def convert_tokenizer(folder: Path) -> Path:
     """A folder with tokenizer.json made by transformers from a Qwen2 tokenizer's vocab.json and merges.txt.
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from spot_deploy.cli.common import emit, json_option
-from spot_deploy.engines.errors import usage_error
 
 
 @click.group("drafter")
@@ -23,17 +22,16 @@ def command() -> None:
 def import_command(file: Path, output: Path, force: bool, as_json: bool) -> None:
     """Turn a released order model, FILE.pt, into a folder that export and train-drafter --init take."""
     from spot_deploy.cli.export import require_packages
-    from spot_deploy.engines.files import sha256
+    from spot_deploy.engines.files import sha256, staged_folder
 
     require_packages("drafter import")
     from spot_deploy.export.order_model import save_order_model
     from spot_deploy.export.released_order_model import import_order_model
 
-    if output.exists() and not force:
-        raise usage_error("output-exists", f"{output} is already there", fix="give another folder, or --force")
     model, taken = import_order_model(file)
     card: dict[str, object] = {"imported_from": file.name, "sha256": sha256(file), "taken_from": taken}
-    save_order_model(model, output, card)
+    with staged_folder(output, force=force, ours=lambda folder: (folder / "order_model.json").is_file()) as stage:
+        save_order_model(model, stage, card)
     document = {"output": str(output), "parameters": sum(p.numel() for p in model.parameters()), **card}
     if as_json:
         emit(document)
