@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import datetime
 import itertools
 import shutil
@@ -21,7 +20,7 @@ from spot_deploy.engines.errors import VERIFICATION, SpotDeployError, usage_erro
 from spot_deploy.engines.files import sha256, staged_folder, write_json, write_text
 from spot_deploy.export import parity, quantize
 from spot_deploy.export.checkpoint import Checkpoint, open_checkpoint
-from spot_deploy.export.decoder import Decoder, in_dtype
+from spot_deploy.export.decoder import Decoder, in_dtype, load_decoder
 from spot_deploy.export.order_model import load_order_model
 from spot_deploy.export.target_graph import TargetGraph
 from spot_deploy.export.trace import (
@@ -98,6 +97,11 @@ class ExportOptions:
                 "options", str(error), fix="such as --budgets 0,3,8,20 --budget 8 --gamma 0.05"
             ) from error
 
+    @property
+    def halves(self) -> tuple[str, ...]:
+        """The 16-bit ones among `precisions`."""
+        return tuple(precision for precision in self.precisions if precision in HALF_DTYPES)
+
     def speculation(self, *, order_model: bool) -> Speculation:
         """The manifest's section."""
         return Speculation(order_model, self.budgets, self.budget, self.gamma, 1.0, 0.6, "normalised")
@@ -151,8 +155,7 @@ def export_bundle(
             places["head.weight"] = places["embed.weight"]
         shape, width = checkpoint.decoding.shape, checkpoint.decoding.block_width
         graphs: dict[str, Any] = {}
-        halves = [precision for precision in options.precisions if precision in HALF_DTYPES]
-        for precision in ("f32", *halves):
+        for precision in ("f32", *options.halves):
             network = hollow_decoder(checkpoint.spec, HALF_DTYPES.get(precision, torch.float32), checkpoint.tensor)
             for layout in LAYOUTS:
                 role = target_role(layout, precision)
@@ -181,16 +184,17 @@ def export_bundle(
         if quantised:
             say("calibrating")
             usable = np.flatnonzero(~checkpoint.banned.numpy())
-            graph = TargetGraph(load_decoder(checkpoint, tensors), checkpoint.banned, "split", shape.raw_confidence)
+            decoder = load_decoder(checkpoint.spec, tensors)
+            graph = TargetGraph(decoder, checkpoint.banned, "split", shape.raw_confidence)
             seen = quantize.calibrate(graph, checkpoint.decoding, usable, _golden_prompts(golden, width))
             for precision in quantised:
                 say(f"quantising to {precision}")
                 graphs |= _quantised_graphs(precision, stage, tensors, seen, checkpoint.decoding)
                 measured["measured"] |= parity.against_f32(precision, stage, checkpoint.decoding, usable, traces)
-        for precision in halves if options.parity == "full" else ():
+        for precision in options.halves if options.parity == "full" else ():
             say(f"parity gates: {precision}")
-            decoder = load_decoder(checkpoint, tensors)
-            half = in_dtype(copy.deepcopy(decoder), HALF_DTYPES[precision])
+            decoder = load_decoder(checkpoint.spec, tensors)
+            half = in_dtype(load_decoder(checkpoint.spec, tensors), HALF_DTYPES[precision])
             modules = {x: TargetGraph(half, checkpoint.banned, x, shape.raw_confidence) for x in LAYOUTS}
             files = {layout: stage / f"{target_role(layout, precision)}.onnx" for layout in LAYOUTS}
             measured["measured"] |= parity.half_parity(checkpoint, decoder, precision, modules, files, traces)
@@ -292,16 +296,6 @@ def _golden_prompts(golden: dict[str, Any], width: int) -> list[list[int]]:
     return [short, long[: 2 * width + width // 3]]
 
 
-def load_decoder(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> Decoder:
-    """Our decoder with all weights, in float32."""
-    with torch.device("meta"):
-        decoder = Decoder(checkpoint.spec)
-    decoder.load_state_dict(tensors, strict=not checkpoint.spec.tied_head, assign=True)
-    if checkpoint.spec.tied_head:
-        decoder.head.weight = decoder.embed.weight
-    return decoder.requires_grad_(False)
-
-
 def _run_parity(
     checkpoint: Checkpoint,
     tensors: dict[str, torch.Tensor],
@@ -316,8 +310,7 @@ def _run_parity(
         graphs = {layout: stage / f"target-{layout}.onnx" for layout in LAYOUTS}
         measured, traces, golden_pass = parity.full_parity(checkpoint, tensors, graphs, prompts)
     else:
-        halves = [precision for precision in options.precisions if precision in HALF_DTYPES]
-        measured = parity.layer_parity(checkpoint, halves) if mode == "layers" else {}
+        measured = parity.layer_parity(checkpoint, options.halves) if mode == "layers" else {}
         golden_pass = parity.streamed_golden(checkpoint)
         traces = [parity.untraced(checkpoint.decoding, prompt) for prompt in prompts]
     return {"mode": mode, "against": checkpoint.family.name, "measured": measured}, traces, golden_pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -65,7 +64,7 @@ class Checkpoint:
                     raise ValueError(f"{file.stat().st_size} bytes in place of {end}")
                 for name, entry in entries.items():
                     found[name] = (file, str(entry["dtype"]), tuple(entry["shape"]))
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise SpotDeployError("checkpoint-weights", f"cannot read {file}", seen=str(error), fix=FIX) from error
         return found
 
@@ -321,7 +320,7 @@ def _mask_id(config: Mapping[str, Any], family: Family, folder: Path) -> int:
     for known in (config.get("mask_token_id"), family.mask_id):
         if known is not None:
             return int(known)
-    settings, tokenizer = (folder / name for name in ("tokenizer_config.json", "tokenizer.json"))
+    settings, tokenizer = (folder / name for name in ("tokenizer_config.json", TOKENIZER))
     token = _read_object(settings).get("mask_token") if settings.is_file() else None
     text = token.get("content") if isinstance(token, dict) else token
     if text and tokenizer.is_file():

@@ -11,6 +11,7 @@ the others were routed, no operator is needed that a backend lacks, and quantisa
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -287,6 +288,16 @@ class Decoder(nn.Module):
         would be read at twice the bytes, by kernels several times slower, which Turing GPUs lack altogether.
         """
         return self.head(self.norm(hidden)).float()
+
+
+def load_decoder(spec: DecoderSpec, tensors: Mapping[str, Tensor]) -> Decoder:
+    """A decoder that holds these tensors, without a copy; a tied head is not among them."""
+    with torch.device("meta"):
+        decoder = Decoder(spec)
+    decoder.load_state_dict(tensors, strict=not spec.tied_head, assign=True)
+    if spec.tied_head:
+        decoder.head.weight = decoder.embed.weight
+    return decoder.requires_grad_(False)
 
 
 def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

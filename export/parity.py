@@ -32,7 +32,16 @@ from spot_deploy.engines.contracts import (
 )
 from spot_deploy.engines.errors import VERIFICATION, SpotDeployError
 from spot_deploy.export.checkpoint import Checkpoint
-from spot_deploy.export.decoder import Decoder, DecoderSpec, Layer, RMSNorm, masked_attend, parameter_dtype, rotary
+from spot_deploy.export.decoder import (
+    Decoder,
+    DecoderSpec,
+    Layer,
+    RMSNorm,
+    load_decoder,
+    masked_attend,
+    parameter_dtype,
+    rotary,
+)
 from spot_deploy.export.families import native_weights
 from spot_deploy.export.target_graph import TargetGraph
 from spot_deploy.export.trace import HALF_DTYPES
@@ -234,14 +243,14 @@ class Gate:
 
     Args:
         tolerance: of a value up to 10; in proportion above.
+        half: the network is in 16 bits.
         jumps: the network may jump where a rounding changes which experts are chosen. In float32 such a row is rare,
             and JUMPS of all may be off; in 16 bits only values that are not finite fail, and best tokens that agree no
             more often than chance has it.
     """
 
-    def __init__(self, tolerance: float = TOLERANCE, *, jumps: bool = False) -> None:
-        self.tolerance, self.jumps = tolerance, jumps
-        self.half = tolerance in HALF_TOLERANCES.values()
+    def __init__(self, tolerance: float = TOLERANCE, *, half: bool = False, jumps: bool = False) -> None:
+        self.tolerance, self.half, self.jumps = tolerance, half, jumps
         self.measured: dict[str, Any] = {}
 
     def allowed(self, wanted: Array, tolerance: float | None = None) -> float:
@@ -387,7 +396,7 @@ def half_parity(
         SpotDeployError: a value is not finite or off by more than HALF_TOLERANCES, or another token leads by more than
             that explains (exit code 3).
     """
-    gate = Gate(HALF_TOLERANCES[precision], jumps=checkpoint.spec.moe is not None)
+    gate = Gate(HALF_TOLERANCES[precision], half=True, jumps=checkpoint.spec.moe is not None)
     signature = checkpoint.decoding.shape.signature(precision)
     reference = OwnFloat32(checkpoint, decoder)
     for layout, module in modules.items():
@@ -605,7 +614,9 @@ def layer_parity(checkpoint: Checkpoint, halves: Sequence[str]) -> dict[str, Any
     """
     spec, width = checkpoint.spec, checkpoint.decoding.block_width
     gate = Gate(jumps=spec.moe is not None)
-    halves_gate = {precision: Gate(HALF_TOLERANCES[precision], jumps=spec.moe is not None) for precision in halves}
+    halves_gate = {
+        precision: Gate(HALF_TOLERANCES[precision], half=True, jumps=spec.moe is not None) for precision in halves
+    }
     mask = torch.from_numpy(block_causal(3 * width, width))[None, None]
     positions = torch.arange(3 * width).expand(2, -1)
     x = torch.randn(2, 3 * width, spec.hidden, generator=torch.Generator().manual_seed(1))
@@ -624,9 +635,7 @@ def layer_parity(checkpoint: Checkpoint, halves: Sequence[str]) -> dict[str, Any
         del native
 
         def ours(dtype: torch.dtype, one: DecoderSpec = one, weights: dict[str, torch.Tensor] = weights) -> Array:
-            with torch.device("meta"):
-                decoder = Decoder(one)
-            decoder.load_state_dict({n: t.to(parameter_dtype(n, dtype)) for n, t in weights.items()}, assign=True)
+            decoder = load_decoder(one, {n: t.to(parameter_dtype(n, dtype)) for n, t in weights.items()})
             with torch.no_grad():
                 flat = x.reshape(-1, one.hidden).to(dtype)
                 hidden, _ = decoder.through(flat, positions, masked_attend(mask.to(dtype).clamp(min=_least(dtype))))

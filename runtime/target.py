@@ -140,9 +140,18 @@ class RequestTarget(ABC):
         return heads
 
     def _run(
-        self, tokens: Array, base: Sequence[int], parent: Sequence[int], own_mask: Array, rows: Array, *, keep: bool
+        self,
+        tokens: Array,
+        base: Sequence[int],
+        parent: Sequence[int],
+        own_mask: Array,
+        rows: Array,
+        *,
+        keep: bool,
+        cache: Cache | None = None,
     ) -> TargetOutputs:
-        self.cache.reserve(self.cache.length)
+        cache = cache or self.cache
+        cache.reserve(cache.length)
         if len(rows) < MIN_ROWS:
             rows = np.repeat(rows, MIN_ROWS)
         inputs = TargetInputs(
@@ -150,11 +159,11 @@ class RequestTarget(ABC):
             position_base=np.array([base], np.int64),
             parent=np.array([parent], np.int64),
             own_mask=own_mask,
-            past_len=np.array([self.cache.length], np.int64),
+            past_len=np.array([cache.length], np.int64),
             inv_temperature=np.array([self._inverse], np.float32),
             keep=np.zeros((1, 1), np.int64),
             rows=rows.astype(np.int64),
-            past=self.cache.past,
+            past=cache.past,
         )
         began = time.perf_counter()
         outputs = self._session.run(inputs, keep=keep)
@@ -248,15 +257,12 @@ class WholeTarget(RequestTarget):
 
     def open(self, state: State) -> Head:
         self._start = self._origin + state.block * self._decoding.block_width
-        return self._verify_whole([state], 0)[0]
-
-    def verify(self, states: Sequence[State], budget: int) -> list[Head]:
-        return self._verify_whole(states, budget)
+        return self.verify([state], 0)[0]
 
     def finish(self, tokens: Array) -> None:
         self._sequence[self._start : self._start + len(tokens)] = tokens
 
-    def _verify_whole(self, states: Sequence[State], budget: int) -> list[Head]:
+    def verify(self, states: Sequence[State], budget: int) -> list[Head]:
         tokens = np.repeat(self._sequence[None], len(states), axis=0)
         for row, state in zip(tokens, states, strict=True):
             row[self._start : self._start + len(state.tokens)] = state.tokens
@@ -275,6 +281,7 @@ class FrozenTarget(WholeTarget):
     def begin(self, prompt: Array, new_tokens: int) -> None:
         super().begin(prompt, new_tokens)
         self._empty = Cache(self._decoding)
+        self._window = np.zeros((self._decoding.window, self._decoding.window), np.float32)
 
     def open(self, state: State) -> Head:
         decoding = self._decoding
@@ -282,22 +289,18 @@ class FrozenTarget(WholeTarget):
         first, stop = self._start - decoding.logit_shift, self._start + decoding.block_width
         self._sequence[self._start : stop] = state.tokens
         rows = self._start + state.masked - decoding.logit_shift
-        frozen, self.cache = self.cache, self._empty
-        outputs = self._run(self._sequence[None], [0], [-1], self._own, rows, keep=True)
+        outputs = self._run(self._sequence[None], [0], [-1], self._own, rows, keep=True, cache=self._empty)
         self.refresh_forwards += 1
-        self.cache = frozen
         self.cache.length = 0
         self.cache.append(outputs.kept, without=slice(first, stop))
         return self._heads(outputs, [state.masked])[0]
 
     def verify(self, states: Sequence[State], budget: int) -> list[Head]:
-        decoding = self._decoding
-        first = self._start - decoding.logit_shift
+        first = self._start - self._decoding.logit_shift
         before = np.repeat(self._sequence[None, first : self._start], len(states), axis=0)
         tokens = np.concatenate((before, np.stack([state.tokens for state in states])), axis=1)
-        own = np.zeros((decoding.window, decoding.window), np.float32)
         # Row i of such a segment predicts position i of the block, shifted or not.
-        return self._segments(tokens, [state.masked for state in states], first, own, budget, states)
+        return self._segments(tokens, [state.masked for state in states], first, self._window, budget, states)
 
 
 def request_target(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spot_deploy.engines.errors import SpotDeployError
-from spot_deploy.export.decoder import DecoderSpec, MoeSpec
+from spot_deploy.export.decoder import Decoder, DecoderSpec, MoeSpec
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,6 @@ class Family:
         spec: config to decoder shape.
         sources: our parameters to the checkpoint's.
         native: config and number of layers to the native transformers class, the parity oracle, weights not loaded.
-        native_names: names of its parameters for ours; experts are joined as the class has them.
         mask_id: where the config is silent; None: the tokenizer's mask token, or --mask-id.
         stop_ids: where generation_config.json and the config are silent.
         block_width: where config and name are silent; None: --block-width must tell.
@@ -187,8 +186,6 @@ def sources(
         layer: what comes before a layer's number.
         experts: what comes before an expert's number, after the layer's.
     """
-    from spot_deploy.export.decoder import Decoder
-
     found = {}
     for name, _ in Decoder.shapes(spec):
         if not name.startswith("layers."):
@@ -207,8 +204,6 @@ def sources(
 
 def published_shapes(spec: DecoderSpec, found: Mapping[str, Source]) -> dict[str, tuple[int, ...]]:
     """Shapes of the checkpoint's tensors, from where our parameters come from."""
-    from spot_deploy.export.decoder import Decoder
-
     shapes: dict[str, tuple[int, ...]] = {}
     for own, shape in Decoder.shapes(spec):
         source, part = found[own], list(shape)
@@ -244,8 +239,6 @@ def native_config(config: Config, layers: int, **changes: Any) -> dict[str, Any]
 
 def native_weights(spec: DecoderSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Our tensors under the names that the native transformers classes share; experts as they stack them."""
-    import torch
-
     parts = PARTS | {"expert_bias": "mlp.gate.e_score_correction_bias"}
     weights = {}
     for name, source in sources(spec, parts=parts).items():
@@ -256,7 +249,6 @@ def native_weights(spec: DecoderSpec, tensors: Mapping[str, torch.Tensor]) -> di
             weights |= _native_experts(number, moe, spec.hidden, tensors)
     if spec.tied_head:
         weights["lm_head.weight"] = tensors["embed.weight"]
-    assert all(isinstance(tensor, torch.Tensor) for tensor in weights.values())
     return weights
 
 

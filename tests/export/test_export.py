@@ -129,14 +129,14 @@ def test_layer_parity_passes_and_can_fail(tiny_checkpoint, monkeypatch):
     checkpoint = open_checkpoint(tiny_checkpoint)
     measured = parity.layer_parity(checkpoint, ["f16", "bf16"])
     assert {f"layer{i}{p}.hidden" for i in range(2) for p in ("", "-f16", "-bf16")} == set(measured)
-    real = parity.Decoder
+    real = parity.load_decoder
 
-    def broken(spec):
-        decoder = real(spec)
+    def broken(spec, tensors):
+        decoder = real(spec, tensors)
         decoder.layers[0].input_norm.eps = 0.1
         return decoder
 
-    monkeypatch.setattr(parity, "Decoder", broken)
+    monkeypatch.setattr(parity, "load_decoder", broken)
     with pytest.raises(SpotDeployError, match="layer0"):
         parity.layer_parity(checkpoint, [])
 

@@ -17,9 +17,9 @@ from spot_deploy import Runtime, SpotDeployError, build_engine
 from spot_deploy.engines.contracts import LAYOUTS
 from spot_deploy.engines.record import read_record
 from spot_deploy.export import parity
-from spot_deploy.export.bundle_writer import ExportOptions, export_bundle, load_decoder
+from spot_deploy.export.bundle_writer import ExportOptions, export_bundle
 from spot_deploy.export.checkpoint import open_checkpoint
-from spot_deploy.export.decoder import MoeSpec, routing
+from spot_deploy.export.decoder import MoeSpec, load_decoder, routing
 from spot_deploy.runtime.bundle import open_bundle
 from spot_deploy.runtime.decode import DecodeOptions
 from spot_deploy.runtime.drafters import OracleDrafter
@@ -40,7 +40,10 @@ def checkpoint(request, tmp_path_factory):
 
 def test_logits_are_those_of_the_native_class(checkpoint):
     tensors = checkpoint.tensors()
-    native, own = parity.Native(checkpoint, tensors), parity.OwnFloat32(checkpoint, load_decoder(checkpoint, tensors))
+    native, own = (
+        parity.Native(checkpoint, tensors),
+        parity.OwnFloat32(checkpoint, load_decoder(checkpoint.spec, tensors)),
+    )
     tokens = np.random.default_rng(0).integers(0, 290, (2, 3 * WIDTH))
     wanted, seen = native.logits(tokens), own.logits(tokens)
     finite = np.isfinite(wanted)
@@ -56,7 +59,7 @@ def test_layers_one_at_a_time_are_those_of_the_native_class(checkpoint):
 
 def test_a_golden_pass_with_one_layer_in_memory_is_the_whole_networks(checkpoint):
     golden = parity.streamed_golden(checkpoint)
-    own = parity.OwnFloat32(checkpoint, load_decoder(checkpoint, checkpoint.tensors()))
+    own = parity.OwnFloat32(checkpoint, load_decoder(checkpoint.spec, checkpoint.tensors()))
     prefix = np.repeat(golden.clean[None], len(golden.states), axis=0)
     logits = own.logits(np.concatenate((prefix, golden.states), 1))[:, len(golden.clean) :].reshape(-1, 320)
     assert np.allclose(golden.top_logits, -np.sort(-logits, axis=1)[:, :33], atol=1e-4)

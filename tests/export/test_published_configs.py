@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tiny_families import write_tokenizer
+from tiny_families import write_text_files
 
 from spot_deploy import SpotDeployError
 from spot_deploy.export.checkpoint import open_checkpoint
@@ -107,31 +107,27 @@ LLADA = {
     "input_emb_norm": False,
     "scale_logits": False,
 }
-DREAM = QWEN | {
-    "architectures": ["DreamModel"],
-    "model_type": "Dream",
+QWEN_7B = QWEN | {
     "hidden_size": 3584,
     "intermediate_size": 18944,
     "num_hidden_layers": 28,
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
     "vocab_size": 152064,
+}
+DREAM = QWEN_7B | {
+    "architectures": ["DreamModel"],
+    "model_type": "Dream",
     "mask_token_id": 151666,
     "pad_token_id": 151643,
     "bos_token_id": 151643,
     "eos_token_id": 151643,
     "max_position_embeddings": 131072,
 }
-FAST = QWEN | {
+FAST = QWEN_7B | {
     "architectures": ["Fast_dLLM_QwenForCausalLM"],
     "model_type": "Fast_dLLM_Qwen",
     "bd_size": 32,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
     "eos_token_id": 151645,
     "bos_token_id": 151643,
 }
@@ -187,7 +183,7 @@ PUBLISHED = {
 
 def write(folder, config, generation=None):
     folder.mkdir(parents=True)
-    write_tokenizer(folder)
+    write_text_files(folder)
     (folder / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))

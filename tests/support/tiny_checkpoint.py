@@ -16,6 +16,25 @@ TEMPLATE = (
 )
 
 
+def write_tokenizer(folder, mask):
+    """Byte-level BPE of 296 ids and four special tokens, the mask (299) the last; returns the ids of these."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=296, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", mask]
+    while tokenizer.get_vocab_size() < 296:
+        tokenizer.add_tokens([f"extra{tokenizer.get_vocab_size()}"])
+    tokenizer.add_special_tokens(special)
+    ids = {t: tokenizer.token_to_id(t) for t in special}
+    assert ids[mask] == 299
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return ids
+
+
 def write_tiny_checkpoint(folder, *, tied=False, shards=False, norms=True, seed=0, **changes):
     """Random weights, drawn wide so that distributions are peaked. Ids from 300 on are unknown to the tokenizer.
 
@@ -45,20 +64,7 @@ def write_tiny_checkpoint(folder, *, tied=False, shards=False, norms=True, seed=
             elif norms:
                 p.uniform_(0.7, 1.3)
     model.save_pretrained(folder, max_shard_size="40KB" if shards else "5GB")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=296, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXT, trainer)
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>"]
-    while tokenizer.get_vocab_size() < 296:
-        tokenizer.add_tokens([f"extra{tokenizer.get_vocab_size()}"])
-    tokenizer.add_special_tokens(special)
-    ids = {t: tokenizer.token_to_id(t) for t in special}
-    assert ids["<|MASK|>"] == 299
-    tokenizer.save(str(folder / "tokenizer.json"))
+    ids = write_tokenizer(folder, "<|MASK|>")
     config = {
         "architectures": ["SDARForCausalLM"],
         "model_type": "sdar",

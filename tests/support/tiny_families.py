@@ -7,7 +7,7 @@ import json
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tiny_checkpoint import WIDTH, write_tokenizer
 from transformers import (
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
@@ -21,11 +21,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-WIDTH = 8
-VOCAB, IDS = 320, 300
+VOCAB = 320
 MASK, END, TURN = 299, 296, 298
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-TEXT = ["the cat sat on the mat and the dog ran to the big red house", "one two three four five six seven"] * 20
 COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -277,19 +275,8 @@ FAMILIES = {
 }
 
 
-def write_tokenizer(folder):
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        TEXT, trainers.BpeTrainer(vocab_size=296, initial_alphabet=alphabet, show_progress=False)
-    )
-    while tokenizer.get_vocab_size() < 296:
-        tokenizer.add_tokens([f"extra{tokenizer.get_vocab_size()}"])
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"])
-    assert tokenizer.token_to_id("<|mask|>") == MASK
-    tokenizer.save(str(folder / "tokenizer.json"))
+def write_text_files(folder):
+    write_tokenizer(folder, "<|mask|>")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "mask_token": "<|mask|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
@@ -303,5 +290,5 @@ def write_family(parent, family, *, seed=0, dtype=torch.float32):
     save_file({k: v.to(dtype).contiguous() for k, v in weights.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [TURN, END], "bos_token_id": END}))
-    write_tokenizer(folder)
+    write_text_files(folder)
     return folder, options
