@@ -54,6 +54,7 @@ GOLDEN_CHATS = (
     ],
     [{"role": "system", "content": ""}, {"role": "user", "content": "\n  東京は? \n"}],
 )
+MARK = "\U000f0000"  # stands for a message's content while the template around it is encoded
 PRECISIONS = (*HALF_DTYPES, *WEIGHT_PRECISIONS)  # of target graphs besides the float32 ones
 CARRIED = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "README.md")
 
@@ -274,10 +275,21 @@ def _write_texts(checkpoint: Checkpoint, stage: Path) -> tuple[dict[str, Any], d
             continue  # a template may refuse, say, the system role
         ids = native.encode(text, add_special_tokens=False)
         chats.append({"messages": messages, "thinking": thinking, "ids": ids})
-    encodings = [
-        {"text": text, "ids": native.encode(text, add_special_tokens=False, split_special_tokens=True)}
-        for text in GOLDEN_TEXTS
-    ]
+
+    def as_text(text: str) -> list[int]:
+        ids: list[int] = native.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return ids
+
+    # A user who spells out every special token: they stay text, and the template's own stay special.
+    special = [token.content for token in native.added_tokens_decoder.values() if token.special]
+    spelled = f"a{' '.join(special)}\nb"
+    asked = [{"role": "user", "content": MARK}]
+    around = native.apply_chat_template(asked, tokenize=False, add_generation_prompt=True) if chats else ""
+    if around.count(MARK) == 1:
+        before, after = (native.encode(part, add_special_tokens=False) for part in around.split(MARK))
+        asked = [{"role": "user", "content": spelled}]
+        chats.append({"messages": asked, "thinking": None, "ids": before + as_text(spelled) + after})
+    encodings = [{"text": text, "ids": as_text(text)} for text in (*GOLDEN_TEXTS, spelled)]
     named = {name: token for name, token in native.special_tokens_map.items() if isinstance(token, str)}
     golden = {"encodings": encodings, "chats": chats}
     write_json(stage / GOLDEN, golden)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spot_deploy.engines.contracts import Array, TargetSession
-from spot_deploy.runtime.decode import CommitEvent, DecodeOptions
+from spot_deploy.runtime.decode import DecodeOptions
 from spot_deploy.runtime.head import Head
 from spot_deploy.runtime.manifest import Decoding
 from spot_deploy.runtime.noise import Noise
@@ -37,7 +37,7 @@ def audit(
     decoding: Decoding,
     prompt: Array,
     options: DecodeOptions,
-    events: Sequence[CommitEvent],
+    commits: Sequence[Sequence[int]],
     error: float,
 ) -> Audit:
     """Replay the commits of a run.
@@ -46,8 +46,9 @@ def audit(
         session: the engine.
         prompt: token ids of the prompt.
         options: those of the run.
-        events: its commits, in order.
-        error: e, the largest difference of a logit between batch shapes (from the invariance probe).
+        commits: its commits in order, each as (position, token).
+        error: e, how far a logit may be off (drafted against draft-free: between batch shapes, from the invariance
+            probe; a golden trace: what float32 rounds).
     """
     width = decoding.block_width
     noise = Noise(options.seed, options.sample) if options.temperature > 0 else None
@@ -58,9 +59,9 @@ def audit(
     state: State | None = None
     given_next = False  # the next commit is the block's first token, which the target gives
     opened = False
-    for event in events:
-        block, position = divmod(event.position - origin, width)
-        commit = Commit(position, event.token)
+    for absolute, token in commits:
+        block, position = divmod(absolute - origin, width)
+        commit = Commit(position, token)
         if state is None:
             given = prompt[origin + block * width :][:width]
             state, opened = State.opened(block, given, width, decoding.mask_id), False
@@ -84,7 +85,7 @@ def audit(
         if not len(state.masked):
             target.finish(state.tokens)
             state = None
-    return Audit(len(events), near_ties, violations)
+    return Audit(len(commits), near_ties, violations)
 
 
 def near_tie(state: State, head: Head, noise: Noise | None, commit: Commit, error: float) -> bool:

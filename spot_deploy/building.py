@@ -275,8 +275,7 @@ def _prove(bundle: Bundle, record: EngineRecord, inputs: EngineInputs, say: Say)
     backend, precision = inputs.backend, inputs.precision
     say(f"opening {bundle.target_role(inputs)}")
     session = bundle.open_target(inputs)
-    for gate in verification.elementwise(bundle, session, precision):
-        verification.require(gate, backend)
+    close, _ = (verification.require(g, backend) for g in verification.elementwise(bundle, session, precision))
     say("comparing states alone and among others")
     probe = verification.invariance(bundle, session, inputs.budgets, inputs.requests)
     for gate in verification.invariance_gates(probe, precision):
@@ -284,7 +283,8 @@ def _prove(bundle: Bundle, record: EngineRecord, inputs: EngineInputs, say: Say)
     record = replace(record, probe=probe)
     with Runtime.from_bundle(bundle, record, target=session) as runtime:
         say("replaying golden traces")
-        smoke = verification.require(verification.commit_traces(runtime, bundle, precision), backend).figures
+        traces = verification.commit_traces(runtime, session, bundle, precision, close.figures["allowed"])
+        smoke = verification.require(traces, backend).figures
         found = None
         if not probe["strict"] and inputs.budgets[1:]:
             say("auditing drafted decoding")

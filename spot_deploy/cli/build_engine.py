@@ -21,6 +21,8 @@ from spot_deploy.cli.common import (
 from spot_deploy.engines.contracts import GRAPH_PRECISIONS, LAYOUTS
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from spot_deploy.building import Plan
     from spot_deploy.engines.record import EngineRecord
 
@@ -87,7 +89,7 @@ def command(
         emit({"built": built} | asdict(record))
         return
     if built:
-        _show_profiles([dict(profile) for profile in record.profiles])
+        _show_profiles([dict(profile) for profile in record.profiles], stderr_console())
     click.echo(f"{options.backend}: {describe(record)}" + ("" if built else "; up to date"), err=True)
     if record.probe is not None:
         click.echo(f'next: spot-deploy run {bundle} --backend {options.backend} --chat --prompt "TEXT"', err=True)
@@ -128,6 +130,8 @@ def _plan_document(plan: Plan) -> dict[str, Any]:
 
 
 def _show_plan(plan: Plan, bundle: Path, *, whole: bool) -> None:
+    from rich.console import Console
+
     inputs = plan.inputs
     if plan.changes is None:
         click.echo("there is no engine of this backend that can be read: it would be built")
@@ -146,10 +150,10 @@ def _show_plan(plan: Plan, bundle: Path, *, whole: bool) -> None:
     command += [f"--budgets {','.join(map(str, inputs.budgets))}", f"--requests {inputs.requests}"]
     command += [f"--target {target}" for target in inputs.targets]
     click.echo(f"command  {' '.join(command)}")
-    _show_profiles([asdict(profile) for profile in plan.profiles])
+    _show_profiles([asdict(profile) for profile in plan.profiles], Console(highlight=False, soft_wrap=True))
 
 
-def _show_profiles(profiles: list[dict[str, Any]]) -> None:
+def _show_profiles(profiles: list[dict[str, Any]], console: Console) -> None:
     """Least, best and largest of every free size."""
     from rich.table import Table
 
@@ -158,4 +162,4 @@ def _show_profiles(profiles: list[dict[str, Any]]) -> None:
     for profile in profiles:
         sizes = [list(profile["symbols"][symbol]) for symbol in meaning]
         table.add_row(profile["role"], *(str(a) if a == c else f"{a}-{c}, best {b}" for a, b, c in sizes))
-    stderr_console().print(table)
+    console.print(table)

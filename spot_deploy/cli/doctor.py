@@ -47,6 +47,8 @@ def _show(report: dict[str, Any]) -> None:
             click.echo(f"  {engine['backend']:24}{engine['text']}")
         for fault in bundle["faults"]:
             click.echo(f"  FAULT {fault}")
+    if not report["leftovers"]:
+        click.echo("leftover    none")
     for left in report["leftovers"]:
         fate = "deleted" if left["deleted"] else "in use by a process that runs" if left["in_use"] else "left"
         click.echo(f"leftover    {left['path']} ({left['bytes'] / 1e6:.1f} MB), {fate}")

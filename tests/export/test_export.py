@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import write_tiny_checkpoint
 
 from spot_deploy import Runtime, SpotDeployError, build_engine
+from spot_deploy.engines import ort
 from spot_deploy.engines.contracts import TargetShape, order_signature
 from spot_deploy.engines.files import STAGING
 from spot_deploy.export import bundle_writer, parity
@@ -117,12 +118,21 @@ def test_argmax_gate_forgives_near_ties_only():
         gate.argmax("far", np.array([[1.0, 1.2]]), np.array([[1.2, 1.0]]))
 
 
-def test_trace_gate_can_fail():
+def test_trace_gate_forgives_near_ties_only(tiny_bundle):
+    decoding = read_manifest(tiny_bundle).decoding
+    session = ort.Target(tiny_bundle / "target-split.onnx", decoding.shape.signature(), 1)
+    golden = json.loads((tiny_bundle / "golden.json").read_text(encoding="utf-8"))["traces"]
+    trace = next(parity.Trace(**t) for t in golden if t["temperature"] == 0)
     gate = parity.Gate()
-    commits = [[1, 2], [2, 3]]
-    parity._compare_traces(gate, "same", commits, commits, [1.0, 1.0])
-    with pytest.raises(SpotDeployError, match="commit 1"):
-        parity._compare_traces(gate, "other", [[1, 2], [2, 4]], commits, [1.0, 1.0])
+    gate.trace("same", session, decoding, trace, 0.0)
+    assert gate.measured["same"] == {"commits": len(trace.commits), "first_difference": None}
+    changed = replace(trace, commits=[*map(list, trace.commits)])
+    changed.commits[-1][1] ^= 1
+    with pytest.raises(SpotDeployError, match="parity gate other"):
+        gate.trace("other", session, decoding, changed, 1e-4)
+    gate.trace("tie", session, decoding, changed, 100.0)
+    last = len(trace.commits) - 1
+    assert gate.measured["tie"] == {"commits": last + 1, "first_difference": last, "near_ties": 1}
 
 
 def test_layer_parity_passes_and_can_fail(tiny_checkpoint, monkeypatch):
@@ -319,3 +329,14 @@ def test_export_options_out_of_range(bad):
     with pytest.raises(SpotDeployError) as caught:
         ExportOptions(**bad)
     assert caught.value.exit_code == 2
+
+
+def test_golden_texts_hold_a_user_who_spells_out_special_tokens(tiny_bundle):
+    golden = json.loads((tiny_bundle / "golden.json").read_text(encoding="utf-8"))
+    document = json.loads((tiny_bundle / "tokenizer.json").read_text(encoding="utf-8"))
+    special = {token["id"]: token["content"] for token in document["added_tokens"]}
+    text, chat, plain = golden["encodings"][-1], golden["chats"][-1], golden["chats"][0]
+    assert all(content in text["text"] for content in special.values())
+    assert not set(special) & set(text["ids"])
+    assert chat["messages"] == [{"role": "user", "content": text["text"]}]
+    assert [i for i in chat["ids"] if i in special] == [i for i in plain["ids"] if i in special] != []

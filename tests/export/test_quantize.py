@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spot_deploy import SpotDeployError
+from spot_deploy import SpotDeployError, build_engine
 from spot_deploy.engines import backends, ort
 from spot_deploy.engines.contracts import WEIGHT_PRECISIONS
 from spot_deploy.export import parity, quantize
-from spot_deploy.export.bundle_writer import ExportOptions
+from spot_deploy.export.bundle_writer import ExportOptions, export_bundle
 from spot_deploy.export.checkpoint import open_checkpoint
 from spot_deploy.export.decoder import Decoder
 from spot_deploy.export.target_graph import TargetGraph
@@ -305,6 +305,26 @@ def test_tied_head_is_quantised_in_int8_and_kept_in_int4(checkpoint, usable, see
         session = ort.Target(float_graphs / files["split"], decoding.shape.signature(precision), 1, precision)
         found, _ = logits(session, decoding, usable)
         assert (found.argmax(-1) == wanted.argmax(-1)).mean() > 0.3
+
+
+@pytest.mark.parametrize("name", ["sdar-moe", "llada2"])
+def test_mixtures_of_experts_are_quantised_but_not_their_routers(name, tmp_path):
+    """Every gate passes. Random routers flip easily, so logits agree less than those of dense targets."""
+    from tiny_families import write_family
+
+    folder, options = write_family(tmp_path, name)
+    wanted = ExportOptions(budgets=(0, 3), budget=3, precisions=("int8", "int4"), **options)
+    measured = export_bundle(folder, tmp_path / "out.spot", order_model=None, options=wanted).parity["measured"]
+    routers = {n for n in load_file(tmp_path / "out.spot" / "weights.safetensors") if n.endswith(".router.weight")}
+    assert routers
+    for precision in WEIGHT_PRECISIONS:
+        stored = load_file(tmp_path / "out.spot" / quantize.weights_file(precision))
+        assert routers <= set(stored)
+        assert {n for n in stored if n.endswith(f".down.weight.{precision}")}
+        for layout in ("split", "packed"):
+            assert measured[f"{layout}-{precision}.logits"]["cosine"] > 0.75
+            assert measured[f"{layout}-{precision}.argmax"]["agreement"] >= parity.ARGMAX_FLOOR
+        build_engine(tmp_path / "out.spot", backend="onnxruntime", precision=precision, threads=1)
 
 
 def test_inner_sizes_that_cannot_be_quantised():

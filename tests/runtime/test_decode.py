@@ -141,7 +141,7 @@ def assert_lossless(runtime, prompt, options, control, **variant):
     result = events[-1].result
     if result.exact:
         assert_identities(result, control, runtime.decoding)
-    commits = [event for event in events if isinstance(event, CommitEvent)]
+    commits = [(event.position, event.token) for event in events if isinstance(event, CommitEvent)]
     report = audit(runtime._target, runtime.decoding, runtime.prompt_ids(prompt), options, commits, PROBED_ERROR)
     assert report.commits == result.commits
     assert report.violations == 0
@@ -216,7 +216,8 @@ def test_audit_finds_a_wrong_token_and_a_wrong_order(tiny_runtime):
 
     def violations(changed):
         ids = tiny_runtime.prompt_ids([5, 6, 7])
-        return audit(tiny_runtime._target, tiny_runtime.decoding, ids, options, changed, 1e-5).violations
+        commits = [(event.position, event.token) for event in changed]
+        return audit(tiny_runtime._target, tiny_runtime.decoding, ids, options, commits, 1e-5).violations
 
     assert violations(events) == 0
     wrong = replace(events[3], token=(events[3].token + 1) % 256)
