@@ -32,7 +32,7 @@ from spot_deploy.export.trace import (
     trace_order_model,
     trace_target,
 )
-from spot_deploy.export.weights import WEIGHTS, hollow_decoder, stream_weights
+from spot_deploy.export.weights import WEIGHTS, stream_weights
 from spot_deploy.runtime.bundle import bundle_id
 from spot_deploy.runtime.manifest import MANIFEST, Decoding, FileEntry, Manifest, Speculation, is_bundle, to_document
 from spot_deploy.runtime.text import GOLDEN, GOLDEN_PASS, TEMPLATE, THINKING, TOKENIZER, Text
@@ -157,13 +157,11 @@ def export_bundle(
         shape, width = checkpoint.decoding.shape, checkpoint.decoding.block_width
         graphs: dict[str, Any] = {}
         for precision in ("f32", *options.halves):
-            network = hollow_decoder(checkpoint.spec, HALF_DTYPES.get(precision, torch.float32), checkpoint.tensor)
             for layout in LAYOUTS:
                 role = target_role(layout, precision)
                 say(f"tracing {role}")
-                graph = TargetGraph(network, checkpoint.banned, layout, shape.raw_confidence)
-                model = trace_target(graph, shape, width, precision)
-                save_graph(model, stage / f"{role}.onnx", external=places, prefix="decoder.", precision=precision)
+                model = trace_target(checkpoint.spec, checkpoint.banned, layout, shape, width, precision)
+                save_graph(model, stage / f"{role}.onnx", external=places, prefix="decoder.")
                 described = shape.signature(precision).as_dict()
                 graphs[role] = {"file": f"{role}.onnx", "opset": opset(precision), "signature": described}
                 if precision != "f32":

@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch.export import Dim
 
 from spot_deploy.engines.contracts import GraphSignature, TargetShape
 from spot_deploy.engines.errors import SpotDeployError
+from spot_deploy.export.decoder import DecoderSpec
+from spot_deploy.export.layers import layers_to_trace, repeat_last_layer
 from spot_deploy.export.order_model import OrderModel
 from spot_deploy.export.target_graph import TargetGraph
-from spot_deploy.export.weights import WEIGHTS, StoredTensor
+from spot_deploy.export.weights import WEIGHTS, StoredTensor, hollow_decoder
 
 OPSET = 20
 # `Attention` and `RMSNormalization` exist from opset 23 on; TensorRT-RTX has no float32 kernel for the former.
@@ -59,11 +62,40 @@ def float32_nodes(model: onnx_ir.Model) -> dict[str, int]:
     return dict(sorted(Counter(kinds).items()))
 
 
-def trace_target(graph: TargetGraph, shape: TargetShape, block_width: int, precision: str = "f32") -> onnx_ir.Model:
-    """Trace the target graph with every symbol of the contract free; the decoder is in `precision` already."""
-    signature = shape.signature(precision)
-    requests, segments, length, prefix = 2, 3, block_width, 2 * block_width
+def trace_target(
+    spec: DecoderSpec, banned: torch.Tensor, layout: str, shape: TargetShape, block_width: int, precision: str = "f32"
+) -> onnx_ir.Model:
+    """Trace the target graph with every symbol of the contract free, without the weights.
+
+    Args:
+        banned, layout: as TargetGraph takes them.
+        shape: of the whole network.
+    """
+    traced = layers_to_trace(spec)
     dtype = HALF_DTYPES.get(precision, torch.float32)
+    decoder = hollow_decoder(replace(spec, layers=traced), dtype)
+    graph = TargetGraph(decoder, banned, layout, shape.raw_confidence)
+    signature = replace(shape, layers=traced).signature(precision)
+    example, dynamic = _target_example(signature, replace(shape, layers=traced), block_width, dtype)
+    outputs = [t.name for t in signature.outputs]
+    if traced < spec.layers:
+        seen: list[torch.Tensor] = []
+        decoder.layers[-1].register_forward_hook(lambda _, inputs, out: seen.extend((inputs[1], out[0])))
+        graph.register_forward_hook(lambda _, __, out: (*out, *seen[-2:]))
+        outputs += ["entering", "leaving"]
+    model = _trace(graph, example, dynamic, [t.name for t in signature.inputs], outputs, opset(precision))
+    whole = shape.signature(precision)
+    if traced < spec.layers:
+        repeat_last_layer(model, whole, traced, spec.layers)
+    whole.require(_described(model), "traced")
+    return model
+
+
+def _target_example(
+    signature: GraphSignature, shape: TargetShape, block_width: int, dtype: torch.dtype
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Example inputs, and which of their axes are free."""
+    requests, segments, length, prefix = 2, 3, block_width, 2 * block_width
     sizes = (requests, shape.kv_heads, prefix, shape.head_dim)
     past = [torch.zeros(sizes, dtype=dtype) for _ in range(2 * shape.layers)]
     example: dict[str, Any] = {
@@ -86,7 +118,7 @@ def trace_target(graph: TargetGraph, shape: TargetShape, block_width: int, preci
             dynamic.setdefault("past", []).append(axes)
         else:
             dynamic[spec.name] = axes
-    return _trace(graph, example, dynamic, signature, opset(precision))
+    return example, dynamic
 
 
 def trace_order_model(model: OrderModel, signature: GraphSignature) -> onnx_ir.Model:
@@ -99,11 +131,19 @@ def trace_order_model(model: OrderModel, signature: GraphSignature) -> onnx_ir.M
         "masked": torch.ones(states, length, dtype=torch.bool),  # type: ignore[arg-type]
     }
     count = Dim("N", min=1, max=512)
-    return _trace(model, example, {name: {0: count} for name in example}, signature, OPSET)
+    names = [t.name for t in signature.inputs], [t.name for t in signature.outputs]
+    traced = _trace(model, example, {name: {0: count} for name in example}, *names, OPSET)
+    signature.require(_described(traced), "traced")
+    return traced
 
 
 def _trace(
-    module: torch.nn.Module, example: dict[str, Any], dynamic: dict[str, Any], signature: GraphSignature, version: int
+    module: torch.nn.Module,
+    example: dict[str, Any],
+    dynamic: dict[str, Any],
+    inputs: list[str],
+    outputs: list[str],
+    version: int,
 ) -> onnx_ir.Model:
     with torch.no_grad(), _quiet():
         program = torch.onnx.export(
@@ -113,13 +153,17 @@ def _trace(
             dynamo=True,
             dynamic_shapes=dynamic,
             opset_version=version,
-            input_names=[t.name for t in signature.inputs],
-            output_names=[t.name for t in signature.outputs],
+            input_names=inputs,
+            output_names=outputs,
             verbose=False,
         )
     assert program is not None
-    model = program.model
-    seen = [
+    return program.model
+
+
+def _described(model: onnx_ir.Model) -> list[tuple[str, str, tuple[Any, ...]]]:
+    """Name, dtype and shape of all inputs, then of all outputs."""
+    return [
         (
             str(v.name),
             _DTYPES.get(v.dtype, str(v.dtype)) if v.dtype is not None else "",
@@ -127,8 +171,6 @@ def _trace(
         )
         for v in [*model.graph.inputs, *model.graph.outputs]
     ]
-    signature.require(seen, "traced")
-    return model
 
 
 def save_graph(
@@ -137,7 +179,6 @@ def save_graph(
     *,
     external: dict[str, StoredTensor] | None = None,
     prefix: str = "",
-    precision: str = "f32",
     weights: str = WEIGHTS,
 ) -> None:
     """Write an ONNX file; initializers named `prefix` + a key of `external` become references into the file `weights`.
@@ -167,7 +208,7 @@ def save_graph(
         else:
             _cast(model.graph, value, reference)
         used.add(place)
-    lost = _not_represented(path.parent / weights, external or {}, used, HALF_DTYPES.get(precision, torch.float32))
+    lost = sorted(key for key, place in (external or {}).items() if place not in used)
     if lost:
         raise SpotDeployError(
             "trace-weights",
@@ -191,24 +232,3 @@ def _cast(graph: onnx_ir.Graph, value: onnx_ir.Value, reference: onnx_ir.Externa
     cast.outputs[0].shape, cast.outputs[0].type = value.shape, onnx_ir.TensorType(dtype)
     value.replace_all_uses_with(cast.outputs[0])
     graph.insert_before(graph[0], cast)
-
-
-def _not_represented(
-    weights: Path, external: dict[str, StoredTensor], used: set[StoredTensor], dtype: torch.dtype
-) -> list[str]:
-    """Names of weights that no reference of the graph stands for.
-
-    The exporter joins small weights of equal content, such as the norms of a network that is not trained yet; those are
-    represented by each other. What counts is their content in the graph's own `dtype`.
-    """
-    with weights.open("rb") as file:
-
-        def content(place: StoredTensor) -> bytes:
-            file.seek(place.offset)
-            stored = torch.frombuffer(bytearray(file.read(place.length)), dtype=place.torch_dtype)
-            return stored.to(dtype).view(torch.uint8).numpy().tobytes()
-
-        missing = {key: place for key, place in external.items() if place not in used}
-        shapes = {place.shape for place in missing.values()}
-        present = {content(place) for place in used if place.shape in shapes}
-        return sorted(key for key, place in missing.items() if content(place) not in present)

@@ -17,7 +17,7 @@ from spot_deploy.engines.files import safetensors_header
 from spot_deploy.export.decoder import Decoder, DecoderSpec, parameter_dtype
 
 WEIGHTS = "weights.safetensors"
-SMALL = 1 << 16  # elements of a parameter that is held while tracing; the exporter joins small ones of equal content
+SMALL = 1 << 16  # elements of a parameter that is held while tracing
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _STORED = {
     "F32": (onnx_ir.DataType.FLOAT, torch.float32),
@@ -87,21 +87,21 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-def hollow_decoder(spec: DecoderSpec, dtype: torch.dtype, tensor: Callable[[str], torch.Tensor]) -> Decoder:
-    """A decoder to trace: its matrices are single numbers stretched to their shapes, its small parameters are real.
+def hollow_decoder(spec: DecoderSpec, dtype: torch.dtype) -> Decoder:
+    """A decoder to trace: its matrices are single numbers stretched to their shapes.
 
-    Args:
-        tensor: gives a parameter by name.
+    Small parameters are random, since the exporter joins small ones of equal content, such as norms of a network that
+    is not trained yet.
     """
+    generator = torch.Generator().manual_seed(0)
     with torch.device("meta"):
         decoder = Decoder(spec)
     for prefix, module in decoder.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            own = f"{prefix}.{name}".removeprefix(".")
-            kept = parameter_dtype(own, dtype)
+            kept = parameter_dtype(f"{prefix}.{name}", dtype)
             if parameter.numel() > SMALL:
                 content = torch.ones(1, dtype=kept).expand(parameter.shape)
             else:
-                content = tensor("embed.weight" if own == "head.weight" and spec.tied_head else own).to(kept)
+                content = (1 + torch.rand(parameter.shape, generator=generator)).to(kept)
             setattr(module, name, torch.nn.Parameter(content, requires_grad=False))
     return decoder

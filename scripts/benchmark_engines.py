@@ -55,9 +55,8 @@ from spot_deploy.export.bundle_writer import ExportOptions, export_bundle
 from spot_deploy.export.checkpoint import Checkpoint, open_checkpoint
 from spot_deploy.export.decoder import Decoder
 from spot_deploy.export.parity import load_native
-from spot_deploy.export.target_graph import TargetGraph
 from spot_deploy.export.trace import save_graph, trace_target
-from spot_deploy.export.weights import WEIGHTS, StoredTensor, hollow_decoder, stream_weights
+from spot_deploy.export.weights import WEIGHTS, StoredTensor, stream_weights
 from spot_deploy.runtime.api import Runtime
 from spot_deploy.runtime.bundle import Bundle, open_bundle
 from spot_deploy.runtime.decode import DecodeOptions
@@ -249,10 +248,9 @@ def write_graph(folder: Path, checkpoint: Checkpoint) -> Path:
     offsets = write_weights(folder / WEIGHTS, shapes)
     if checkpoint.spec.tied_head:
         offsets["head.weight"] = offsets["embed.weight"]
-    decoder = hollow_decoder(checkpoint.spec, torch.float32, random_weights(shapes))
     shape, width = checkpoint.decoding.shape, checkpoint.decoding.block_width
-    graph = TargetGraph(decoder, checkpoint.banned, "split", shape.raw_confidence)
-    save_graph(trace_target(graph, shape, width), folder / "target.onnx", external=offsets, prefix="decoder.")
+    model = trace_target(checkpoint.spec, checkpoint.banned, "split", shape, width)
+    save_graph(model, folder / "target.onnx", external=offsets, prefix="decoder.")
     return folder / "target.onnx"
 
 

@@ -84,9 +84,8 @@ def test_a_failed_gate_ends_with_exit_3_and_leaves_nothing(kind, checkpoint_copy
     if kind == "weight":
         real = bundle_writer.trace_target
 
-        def broken(graph, *rest):
-            graph.decoder.layers[1].post_norm.eps = 0.05
-            return real(graph, *rest)
+        def broken(spec, *rest):
+            return real(replace(spec, norm_eps=0.05), *rest)
 
         monkeypatch.setattr(bundle_writer, "trace_target", broken)
     else:

@@ -258,22 +258,6 @@ def test_weights_of_another_dtype_are_cast_in_the_graph(tmp_path):
     np.testing.assert_array_equal(seen, 1 + stored["u"].numpy() + stored["w"].float().numpy())
 
 
-@pytest.mark.parametrize(("gap", "equal"), [(1e-5, True), (1e-2, False)])
-def test_weights_that_only_rounding_makes_equal_may_be_joined(gap, equal, tmp_path):
-    """The exporter joins small weights of equal content; what counts is the content in the graph's dtype."""
-    stored = {"u": torch.ones(4), "w": torch.ones(4) + gap}
-    model, places = hand_made(tmp_path, stored, torch.float16)
-    lost, kept = (model.graph.initializers[f"decoder.{name}"] for name in "wu")
-    lost.replace_all_uses_with(kept)
-    del model.graph.initializers["decoder.w"]
-    if equal:
-        save_graph(model, tmp_path / "g.onnx", external=places, prefix="decoder.", precision="f16")
-        assert (tmp_path / "g.onnx").is_file()
-    else:
-        with pytest.raises(SpotDeployError, match="folded weights"):
-            save_graph(model, tmp_path / "g.onnx", external=places, prefix="decoder.", precision="f16")
-
-
 def test_a_bfloat16_checkpoint_is_stored_once_as_it_is(demo_bundle):
     weights = load_file(demo_bundle / "weights.safetensors")
     assert {t.dtype for t in weights.values()} == {torch.bfloat16}

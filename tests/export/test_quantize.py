@@ -287,14 +287,13 @@ def test_tied_head_is_quantised_in_int8_and_kept_in_int4(checkpoint, usable, see
     """A tied head is the embedding: its name is not among the tensors, and the graph names one of the two for both."""
     tensors = {n: t for n, t in checkpoint.tensors().items() if n != "head.weight"}
     tied = replace(checkpoint, spec=replace(checkpoint.spec, tied_head=True))
-    graph = graph_of(tied, tensors)
     from spot_deploy.export.trace import save_graph, trace_target
     from spot_deploy.export.weights import save_weights
 
     decoding = checkpoint.decoding
     offsets = save_weights(tensors, float_graphs / "weights.safetensors")
     offsets["head.weight"] = offsets["embed.weight"]
-    traced = trace_target(graph, decoding.shape, decoding.block_width)
+    traced = trace_target(tied.spec, tied.banned, "split", decoding.shape, decoding.block_width)
     save_graph(traced, float_graphs / "target-split.onnx", external=offsets, prefix="decoder.")
     wanted, _ = logits(ort.Target(float_graphs / "target-split.onnx", decoding.shape.signature(), 1), decoding, usable)
     for precision in WEIGHT_PRECISIONS:
