@@ -278,7 +278,7 @@ def _prove(bundle: Bundle, record: EngineRecord, inputs: EngineInputs, say: Say)
     close, _ = (verification.require(g, backend) for g in verification.elementwise(bundle, session, precision))
     say("comparing states alone and among others")
     probe = verification.invariance(bundle, session, inputs.budgets, inputs.requests)
-    for gate in verification.invariance_gates(probe, precision):
+    for gate in verification.invariance_gates(probe, precision, close.figures["allowed"]):
         verification.require(gate, backend)
     record = replace(record, probe=probe)
     with Runtime.from_bundle(bundle, record, target=session) as runtime:

@@ -127,14 +127,17 @@ def invariance(bundle: Bundle, session: TargetSession, budgets: tuple[int, ...],
     return probe_invariance(session, decoding.shape, decoding.window, decoding.buckets, states, requests, whole=whole)
 
 
-def invariance_gates(probe: dict[str, Any], precision: str, *, strict_before: bool = False) -> list[Gate]:
+def invariance_gates(
+    probe: dict[str, Any], precision: str, error: float | None, *, strict_before: bool = False
+) -> list[Gate]:
     """Isolation must be bit-exact; joining decides between strict equality and audit, and must be small.
 
     Args:
+        error: how far a logit may be off (`allowed` of the elementwise gate), where that is more than JOINING.
         strict_before: the engine's record says that it is bit-equal.
     """
     isolation, joining = probe["isolation"], probe["joining"]
-    bound = JOINING.get(precision, JOINING_OTHERS)
+    bound = max(JOINING.get(precision, JOINING_OTHERS), error or 0.0)
     joined = joining["unequal"] == 0 or (joining["max_abs"] <= bound and not strict_before)
     note = "" if joined else f"; {'its record says bit-equal' if strict_before else f'at most {bound:g} is allowed'}"
 
@@ -329,7 +332,7 @@ def verify_engine(
     gates.append(commit_traces(runtime, session, bundle, precision, gates[0].figures["allowed"]))
     say("isolation and joining")
     probe = invariance(bundle, session, budgets, requests)
-    gates += invariance_gates(probe, precision, strict_before=strict_before)
+    gates += invariance_gates(probe, precision, gates[0].figures["allowed"], strict_before=strict_before)
     say("speculative equality")
     gates.append(speculative_equality(runtime, session, bundle, budgets, probe))
     return gates

@@ -12,7 +12,7 @@ from spot_deploy import Runtime, SpotDeployError
 from spot_deploy.engines import backends
 from spot_deploy.runtime.bundle import open_bundle
 from spot_deploy.runtime.text import GOLDEN_PASS
-from spot_deploy.verification import Gate, golden_pass, require, verify_engine
+from spot_deploy.verification import Gate, golden_pass, invariance_gates, require, verify_engine
 
 NAMES = ["elementwise", "argmax", "traces", "isolation", "joining", "equality"]
 
@@ -121,3 +121,15 @@ def test_a_damaged_golden_pass_is_an_error(tiny_copy):
 def test_require_returns_the_gate():
     gate = Gate("x", True, "fine", {})
     assert require(gate, "onnxruntime") is gate
+
+
+def test_joining_may_differ_by_what_the_network_rounds_but_isolation_by_nothing():
+    kind = {"comparisons": 9, "unequal": 0, "flips": 0, "max_abs": 0.0}
+    probe = {"isolation": kind, "joining": kind | {"unequal": 4, "max_abs": 0.02}}
+
+    def passed(probe, error):
+        return [gate.passed for gate in invariance_gates(probe, "f32", error)]
+
+    assert passed(probe, 1e-4) == [True, False]
+    assert passed(probe, 0.1) == [True, True]
+    assert passed(probe | {"isolation": probe["joining"]}, 0.1) == [False, True]
