@@ -348,13 +348,16 @@ def streamed_golden(checkpoint: Checkpoint) -> GoldenPass:
             weights = {n.removeprefix(prefix): t for n, t in checkpoint.tensors(prefix).items()}
             layer.load_state_dict(weights, assign=True)
             x, _, _ = layer(0, x, cos, sin, len(tokens), masked_attend(mask))
+            del layer, weights
         norm = RMSNorm(spec.hidden, spec.norm_eps)
         norm.load_state_dict({"weight": checkpoint.tensor("norm.weight").float()})
         hidden = norm(x.view(len(tokens), -1, spec.hidden)[:, len(clean) :].reshape(-1, spec.hidden))
         head = checkpoint.tensor("embed.weight" if spec.tied_head else "head.weight")
         logits = torch.cat([hidden @ part.float().T for part in head.split(HEAD_CHUNK)], 1)
         logits += torch.where(checkpoint.banned, -torch.inf, 0.0)
-    return GoldenPass(clean, states, *summarise(logits.numpy(), 1.0)[:2])
+    # A state at a time: the summary is made in float64.
+    heads = [summarise(rows, 1.0)[:2] for rows in np.split(logits.numpy(), len(states))]
+    return GoldenPass(clean, states, *(np.concatenate(part) for part in zip(*heads, strict=True)))
 
 
 def full_parity(
