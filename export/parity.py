@@ -23,6 +23,7 @@ import torch
 from spot_deploy.engines import ort
 from spot_deploy.engines.contracts import (
     LAYOUTS,
+    MASKED,
     Array,
     GraphSignature,
     TargetInputs,
@@ -334,24 +335,28 @@ def streamed_golden(checkpoint: Checkpoint) -> GoldenPass:
     """A golden pass of our decoder in float32, one layer in memory at a time."""
     decoding, spec = checkpoint.decoding, checkpoint.spec
     clean, states = golden_inputs(checkpoint)
-    clean = clean[: 3 * decoding.block_width]
-    tokens = torch.from_numpy(np.concatenate((np.repeat(clean[None], len(states), axis=0), states), 1))
-    mask = torch.from_numpy(block_causal(tokens.shape[1], decoding.block_width))[None, None]
-    positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
-    cos, sin = rotary(positions.reshape(-1), spec, torch.float32)
+    width, filled = decoding.block_width, 3 * decoding.block_width
+    clean = clean[:filled]
+    # One sequence, in which the states follow the prefix side by side: each sees the prefix and itself.
+    tokens = torch.from_numpy(np.concatenate((clean, states.ravel())))
+    block = torch.arange(len(tokens)) // width
+    sees = (block[:, None] == block) | ((block[:, None] > block) & (block < 3))
+    mask = torch.where(sees, 0.0, MASKED)[None, None]
+    positions = torch.cat((torch.arange(filled), torch.arange(filled, filled + width).repeat(len(states))))
+    cos, sin = rotary(positions, spec, torch.float32)
     with torch.no_grad():
-        x = checkpoint.tensor("embed.weight")[tokens.reshape(-1)].float()
+        x = checkpoint.tensor("embed.weight")[tokens].float()
         for number in range(spec.layers):
             with torch.device("meta"):
                 layer = Layer(spec, number)
             prefix = f"layers.{number}."
             weights = {n.removeprefix(prefix): t for n, t in checkpoint.tensors(prefix).items()}
             layer.load_state_dict(weights, assign=True)
-            x, _, _ = layer(0, x, cos, sin, len(tokens), masked_attend(mask))
+            x, _, _ = layer(0, x, cos, sin, 1, masked_attend(mask))
             del layer, weights
         norm = RMSNorm(spec.hidden, spec.norm_eps)
         norm.load_state_dict({"weight": checkpoint.tensor("norm.weight").float()})
-        hidden = norm(x.view(len(tokens), -1, spec.hidden)[:, len(clean) :].reshape(-1, spec.hidden))
+        hidden = norm(x[filled:])
         head = checkpoint.tensor("embed.weight" if spec.tied_head else "head.weight")
         logits = torch.cat([hidden @ part.float().T for part in head.split(HEAD_CHUNK)], 1)
         logits += torch.where(checkpoint.banned, -torch.inf, 0.0)
