@@ -648,7 +648,7 @@ def layer_parity(checkpoint: Checkpoint, halves: Sequence[str]) -> dict[str, Any
         weights |= {"norm.weight": norm, **dict.fromkeys(("embed.weight", "head.weight"), torch.zeros(8, spec.hidden))}
         config = _one_layer(checkpoint.config, moe is not None)
         native: Any = checkpoint.family.native(config, 1)
-        native.load_state_dict(native_weights(one, weights), strict=True)
+        native.load_state_dict(native_weights(one, weights), strict=True, assign=True)
         with torch.no_grad():
             wanted = native.model(inputs_embeds=x, attention_mask=mask, position_ids=positions).last_hidden_state
         del native
