@@ -35,13 +35,16 @@ BOILERPLATE = (
 )
 # kind -> (share of the examples, reasoning-gym options)
 GENERATED = {
-    "gsm_symbolic": (0.24, {}),
+    "gsm_symbolic": (0.12, {}),
     "word_sequence_reversal": (0.16, {"min_words": 4, "max_words": 9}),
     "word_sorting": (0.10, {"min_words": 3, "max_words": 6, "max_word_length": 7}),
     "number_filtering": (0.12, {"max_numbers": 8, "max_decimals": 1}),
     "number_sorting": (0.12, {"max_numbers": 8, "max_decimals": 1}),
     "rotate_matrix": (0.12, {"min_n": 3, "max_n": 5, "max_rotations": 3}),
+    "spiral_matrix": (0.12, {"min_n": 3, "max_n": 5}),
 }
+# kind -> where its question begins, after explanations that are the same every time
+BEGINNINGS = {"spiral_matrix": "For the matrix below"}
 HELD_OUT_SEED = 1_000_003  # training seeds stay below it
 
 
@@ -56,6 +59,7 @@ def generated(kind: str, count: int, seed: int) -> Iterator[dict[str, str]]:
         question = item["question"]
         for text in BOILERPLATE:
             question = question.replace(text, "")
+        question = question[question.index(BEGINNINGS.get(kind, "")) :]
         answer = item["metadata"].get("answer_cot", item["answer"])
         yield {"kind": kind, "prompt": question.strip(), "answer": answer.strip()}
 
