@@ -644,11 +644,16 @@ def layer_parity(checkpoint: Checkpoint, halves: Sequence[str]) -> dict[str, Any
         moe = spec.moe_at(number)
         one = replace(spec, layers=1, vocab=8, tied_head=False, moe=moe and replace(moe, dense_layers=frozenset()))
         prefix = f"layers.{number}."
-        weights = {n.replace(prefix, "layers.0."): t for n, t in checkpoint.tensors(prefix).items()}
+        # In the stored dtype: with many experts a layer is gigabytes, and float32 copies of it are what counts.
+        names = [name for name in checkpoint.dtypes if name.startswith(prefix)]
+        weights = {name.replace(prefix, "layers.0."): checkpoint.tensor(name) for name in names}
         weights |= {"norm.weight": norm, **dict.fromkeys(("embed.weight", "head.weight"), torch.zeros(8, spec.hidden))}
         config = _one_layer(checkpoint.config, moe is not None)
-        native: Any = checkpoint.family.native(config, 1)
+        with torch.device("meta"):
+            native: Any = checkpoint.family.native(config, 1)
         native.load_state_dict(native_weights(one, weights), strict=True, assign=True)
+        native.model.rotary_emb = type(native.model.rotary_emb)(native.config)  # frequencies: no weights of the file
+        native.float().eval()
         with torch.no_grad():
             wanted = native.model(inputs_embeds=x, attention_mask=mask, position_ids=positions).last_hidden_state
         del native
