@@ -25,7 +25,7 @@ OWNERS = {
     },
     "tokenizers": {"runtime/text.py"},
     "jinja2": {"runtime/text.py", "export/bundle_writer.py"},
-    "onnx_ir": {"export/trace.py", "export/summary.py", "export/quantize.py", "export/weights.py"},
+    "onnx_ir": {f"export/{name}.py" for name in ("trace", "layers", "summary", "quantize", "weights")},
 }
 FILES = [p for room in (*ROOMS, "spot_deploy") for p in sorted((ROOT / room).rglob("*.py"))]
 
