@@ -126,13 +126,16 @@ def artefact_bytes_per_weight(backend: str, precision: str) -> float:
     return 0.0 if backend in CPU_BACKENDS else {"f32": 4.0}.get(precision, 2.0)
 
 
-def require_device(backend: str, provider: str) -> None:
+def require_device(backend: str, provider: str, targets: tuple[str, ...] = ()) -> None:
     """Check that the device that a provider runs on is there, with its driver and libraries.
+
+    Args:
+        targets: compute capabilities that an engine was built for.
 
     Raises:
         SpotDeployError: it is not (exit code 4; one sentence says what is missing).
     """
-    _module(backend).require_device(provider)
+    _module(backend).require_device(provider, targets)
 
 
 def default_layout(backend: str) -> str:

@@ -31,11 +31,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy.typing as npt
 
 from spot_deploy.engines.errors import SpotDeployError
+
+if TYPE_CHECKING:
+    from spot_deploy.engines.prefix import Prefix
 
 Array = npt.NDArray[Any]
 
@@ -183,7 +186,7 @@ def order_signature(block_width: int) -> GraphSignature:
 
 @dataclass(frozen=True)
 class TargetInputs:
-    """One pass of the target; see the table above. `past` holds k.0, v.0, k.1, ..."""
+    """One pass of the target; see the table above. `past`: k.0, v.0, k.1, ..., or a session's own `Prefix.past`."""
 
     input_ids: Array
     position_base: Array
@@ -193,24 +196,30 @@ class TargetInputs:
     inv_temperature: Array
     keep: Array
     rows: Array
-    past: Sequence[Array]
+    past: Any
+
+    def small(self) -> dict[str, Array]:
+        """All but the prefix, by input name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "past"}
 
     def feeds(self, past_names: Sequence[str]) -> dict[str, Array]:
-        """By input name; `past_names` are those of the prefix tensors, in order."""
-        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "past"}
-        return named | dict(zip(past_names, self.past, strict=True))
+        """By input name, where the prefix lies on the host; `past_names` are those of its tensors, in order."""
+        return self.small() | dict(zip(past_names, self.past, strict=True))
 
 
 @dataclass(frozen=True)
 class TargetOutputs:
-    """What leaves the pass. `row(m)` fetches one full row of logits [V]; `kept` is empty unless asked for."""
+    """What leaves the pass. `row(m)` fetches one full row of logits [V].
+
+    `kept` is empty unless asked for, else what the session's `Prefix.write` takes: on the host, arrays.
+    """
 
     top_logits: Array
     top_ids: Array
     rest_lse: Array
     rest_lse_raw: Array | None
     row: Callable[[int], Array]
-    kept: Sequence[Array]
+    kept: Sequence[Any]
 
 
 class TargetSession(Protocol):
@@ -218,6 +227,10 @@ class TargetSession(Protocol):
 
     def run(self, inputs: TargetInputs, *, keep: bool) -> TargetOutputs:
         """One pass. `keep`: return keys and values."""
+        ...
+
+    def prefix(self, shape: TargetShape, size: int) -> Prefix:
+        """Empty buffers for a request's prefix of up to `size` positions."""
         ...
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.metadata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from spot_deploy.engines.contracts import WEIGHT_PRECISIONS, Array, GraphSignature, TargetInputs, TargetOutputs
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError, backend_missing
+from spot_deploy.engines.prefix import HostSession
 
 PROVIDERS = {
     "cpu": "CPUExecutionProvider",
@@ -56,7 +58,7 @@ def providers() -> tuple[str, ...]:
     return tuple(PROVIDERS)
 
 
-def require_device(provider: str) -> None:
+def require_device(provider: str, targets: Sequence[str] = ()) -> None:
     """Check that a provider can work here, before a session falls back to the CPU without a word.
 
     Raises:
@@ -147,7 +149,7 @@ def _open(path: Path, signature: GraphSignature, threads: int, which: str, provi
     return session
 
 
-class Target:
+class Target(HostSession):
     """The target graph on ONNX Runtime (see contracts.TargetSession)."""
 
     def __init__(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from spot_deploy.engines.contracts import WEIGHT_PRECISIONS, Array, GraphSignature, TargetInputs, TargetOutputs
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError, backend_missing
+from spot_deploy.engines.prefix import HostSession
 
 LAYOUT = "split"
 
@@ -37,7 +39,7 @@ def providers() -> tuple[str, ...]:
     return ("cpu",)
 
 
-def require_device(provider: str) -> None:
+def require_device(provider: str, targets: Sequence[str] = ()) -> None:
     """Nothing to check: the CPU is there."""
 
 
@@ -139,7 +141,7 @@ class _Results:
         return result
 
 
-class Target:
+class Target(HostSession):
     """The target graph on OpenVINO (see contracts.TargetSession)."""
 
     def __init__(self, path: Path, signature: GraphSignature, threads: int, precision: str, provider: str = "cpu"):

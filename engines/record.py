@@ -258,7 +258,7 @@ def open_record(bundle: Path, backend: str, bundle_id: str) -> EngineRecord:
             fix=build,
             exit_code=ENVIRONMENT,
         )
-    backends.require_device(backend, inputs.provider)
+    backends.require_device(backend, inputs.provider, inputs.targets)
     installed = backends.versions(backend)
     if dict(record.inputs.versions) != installed:
         raise SpotDeployError(

@@ -1,13 +1,12 @@
 """TensorRT for RTX and TensorRT. The only module that imports either; one piece of code serves both.
 
 TensorRT for RTX builds engines ahead of time for named compute capabilities, on machines without a GPU too. TensorRT
-builds for the GPU that is present. Building is here; running is not yet.
+builds for the GPU that is present. Running is in trt_run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import importlib
 import importlib.util
@@ -17,8 +16,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from spot_deploy.engines import cuda, trt_run
 from spot_deploy.engines.contracts import GraphSignature, TargetShape
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError, usage_error
 from spot_deploy.engines.files import atomic_path, sha256
@@ -26,14 +26,6 @@ from spot_deploy.engines.profiles import Limits, Shape, order_profile, target_pr
 
 Shapes = Mapping[str, tuple[Shape, Shape, Shape]]  # by input: least, best, largest
 
-_DTYPES = {
-    "FLOAT": "float32",
-    "HALF": "float16",
-    "BF16": "bfloat16",
-    "INT64": "int64",
-    "INT32": "int32",
-    "BOOL": "bool",
-}
 _INSTALL = {
     "tensorrt_rtx": ('pip install "spot-deploy[rtx]"', ""),
     "tensorrt": (
@@ -80,19 +72,6 @@ def order_job(path: Path, signature: GraphSignature, limits: Limits) -> BuildJob
     return BuildJob(
         "order", path, signature, {"order": {name: (least[name], best[name], most[name]) for name in least}}
     )
-
-
-def missing_driver() -> str | None:
-    """What lacks for running on a GPU, in one sentence; None where a driver answers.
-
-    Checked before any TensorRT runtime object: without a driver some versions end the process.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        return f"this machine has no NVIDIA driver ({error})"
-    status = driver.cuInit(0)
-    return f"the NVIDIA driver finds no usable GPU (cuInit returned {status})" if status else None
 
 
 class TensorRT:
@@ -142,9 +121,23 @@ class TensorRT:
         """The graph's own: TensorRT computes in what the graph is written in."""
         return precision
 
-    def require_device(self, provider: str) -> None:
-        """Raise (exit code 4): there is no driver, or this version cannot run engines."""
-        self._cannot_run()
+    def require_device(self, provider: str, targets: Sequence[str] = ()) -> None:
+        """Check, before any TensorRT runtime object, that there is a driver and a GPU that an engine was built for.
+
+        Raises:
+            SpotDeployError: there is not, or cuda-python is not installed (exit code 4).
+        """
+        self._require_driver("run")
+        found = cuda.device()
+        if targets and found["capability"] not in targets:
+            raise SpotDeployError(
+                "engine-capability",
+                f"the {self.name} engine was built for other GPUs",
+                seen=found["capability"],
+                wanted=", ".join(targets),
+                fix="build-engine " + " ".join(f"--target {t}" for t in (*targets, found["capability"])),
+                exit_code=ENVIRONMENT,
+            )
 
     def precisions(self) -> tuple[str, ...]:
         """Graphs that can be built, the default first."""
@@ -246,40 +239,35 @@ class TensorRT:
 
     def Target(  # noqa: N802 - what the other backend modules have as a class
         self, path: Path, signature: GraphSignature, threads: int, precision: str, provider: str = "gpu"
-    ) -> NoReturn:
-        """Running a target engine.
+    ) -> trt_run.Target:
+        """A target engine, opened.
 
         Raises:
-            SpotDeployError: always, so far (exit code 4): no driver, or this version cannot run engines.
+            SpotDeployError: driver or package missing (exit code 4), or TensorRT refuses the engine.
         """
-        self._cannot_run()
+        return trt_run.Target(self._open(path, signature), signature)
 
     def OrderModel(  # noqa: N802
         self, path: Path, signature: GraphSignature, threads: int, precision: str, provider: str = "gpu"
-    ) -> NoReturn:
-        """Running an order model engine; as `Target`."""
-        self._cannot_run()
+    ) -> trt_run.OrderModel:
+        """An order model engine; as `Target`."""
+        return trt_run.OrderModel(self._open(path, signature), signature)
+
+    def _open(self, path: Path, signature: GraphSignature) -> trt_run.Engine:
+        self._require_driver("run")
+        trt = self._import()
+        log: deque[str] = deque(maxlen=_LOG_LINES)
+        return trt_run.Engine(trt, self.name, path, signature, _logger(trt, log), log)
 
     def _require_driver(self, verb: str) -> None:
-        missing = missing_driver()
+        missing = cuda.missing_driver()
         if missing is not None:
             raise SpotDeployError(
                 "driver-missing",
                 f"{self.name} cannot {verb} here: {missing}",
-                fix="use a machine with an NVIDIA GPU, or --backend onnxruntime or openvino"
-                if verb != "run"
-                else "use --backend onnxruntime or openvino; this version runs no TensorRT engine on a GPU either",
+                fix="use a machine with an NVIDIA GPU, or --backend onnxruntime or openvino",
                 exit_code=ENVIRONMENT,
             )
-
-    def _cannot_run(self) -> NoReturn:
-        self._require_driver("run")
-        raise SpotDeployError(
-            "not-implemented",
-            f"this version of spot-deploy builds {self.name} engines but cannot run them yet",
-            fix="run with --backend onnxruntime or openvino",
-            exit_code=ENVIRONMENT,
-        )
 
 
 class _Build:
@@ -407,7 +395,7 @@ def _describe(tensor: Any) -> dict[str, Any]:
 
 def _dtype(tensor: Any) -> str:
     name = str(tensor.dtype.name)
-    return _DTYPES.get(name, name.lower())
+    return trt_run.DTYPES.get(name, name.lower())
 
 
 def _histograms(network: Any) -> dict[str, dict[str, int]]:

@@ -32,6 +32,7 @@ from spot_deploy.engines.contracts import (
     target_role,
 )
 from spot_deploy.engines.errors import VERIFICATION, SpotDeployError
+from spot_deploy.engines.prefix import HostSession
 from spot_deploy.export.checkpoint import Checkpoint
 from spot_deploy.export.decoder import (
     Decoder,
@@ -223,7 +224,7 @@ class OwnFloat32:
         return self.decoder(torch.from_numpy(tokens), positions, masked_attend(mask))
 
 
-class TorchTarget:
+class TorchTarget(HostSession):
     """A target graph's module as a session, in torch: what is traced, for dtypes that no engine here computes in."""
 
     def __init__(self, graph: TargetGraph, signature: GraphSignature):

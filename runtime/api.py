@@ -139,13 +139,25 @@ class Runtime:
 
     @classmethod
     def from_bundle(
-        cls, bundle: Bundle, record: EngineRecord, *, threads: int | None = None, target: TargetSession | None = None
+        cls,
+        bundle: Bundle,
+        record: EngineRecord,
+        *,
+        threads: int | None = None,
+        target: TargetSession | None = None,
+        engines: Path | None = None,
     ) -> Runtime:
-        """Open the engine that `record` describes on a checked bundle; or take a target session that is open."""
+        """Open the engine that `record` describes on a checked bundle; or take a target session that is open.
+
+        Args:
+            engines: folder of compiled engines, in place of the bundle's own.
+        """
         manifest, inputs = bundle.manifest, record.inputs
         if target is None:
-            target = bundle.open_target(inputs, threads=threads)
-        order = bundle.open_order_model(inputs, threads=threads) if manifest.speculation.order_model else None
+            target = bundle.open_target(inputs, threads=threads, engines=engines)
+        order = None
+        if manifest.speculation.order_model:
+            order = bundle.open_order_model(inputs, threads=threads, engines=engines)
         text = Text(bundle.path, manifest.decoding.reserved, manifest.named_tokens)
         text.check_golden(bundle.path)
         spec = manifest.speculation

@@ -13,7 +13,7 @@ from spot_deploy.engines import backends
 from spot_deploy.engines.contracts import OrderSession, TargetSession, target_role
 from spot_deploy.engines.errors import SpotDeployError, usage_error
 from spot_deploy.engines.files import sha256
-from spot_deploy.engines.record import EngineInputs
+from spot_deploy.engines.record import EngineInputs, engine_folder
 from spot_deploy.runtime.manifest import FileEntry, Manifest, read_manifest, to_document
 
 
@@ -45,28 +45,43 @@ class Bundle:
             )
         return role
 
-    def open_target(self, inputs: EngineInputs, *, threads: int | None = None) -> TargetSession:
-        """Open the target graph as an engine says; `threads` in place of the engine's."""
+    def open_target(
+        self, inputs: EngineInputs, *, threads: int | None = None, engines: Path | None = None
+    ) -> TargetSession:
+        """Open the target as an engine says.
+
+        Args:
+            threads: in place of the engine's.
+            engines: folder of compiled engines, in place of the bundle's own.
+        """
         role = self.target_role(inputs)
         return backends.open_target(
             inputs.backend,
-            self.graph_path(role),
+            self._opened(role, inputs, engines),
             self.manifest.graph(role)[1],
             threads=threads or inputs.threads,
             precision=inputs.precision,
             provider=inputs.provider,
         )
 
-    def open_order_model(self, inputs: EngineInputs, *, threads: int | None = None) -> OrderSession:
+    def open_order_model(
+        self, inputs: EngineInputs, *, threads: int | None = None, engines: Path | None = None
+    ) -> OrderSession:
         """Open the order model likewise."""
         return backends.open_order_model(
             inputs.backend,
-            self.graph_path("order"),
+            self._opened("order", inputs, engines),
             self.manifest.graph("order")[1],
             threads=threads or inputs.threads,
             precision=inputs.precision,
             provider=inputs.provider,
         )
+
+    def _opened(self, role: str, inputs: EngineInputs, engines: Path | None) -> Path:
+        """The file that a backend opens: a compiled engine, or the ONNX file itself."""
+        if not backends.compiles(inputs.backend):
+            return self.graph_path(role)
+        return (engines or engine_folder(self.path, inputs.backend)) / f"{role}.engine"
 
 
 def bundle_id(document: Mapping[str, Any]) -> str:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from spot_deploy.engines.contracts import MASKED, MIN_ROWS, Array, TargetInputs, TargetOutputs, TargetSession
+from spot_deploy.engines.prefix import Prefix
 from spot_deploy.runtime.head import Head
 from spot_deploy.runtime.manifest import Decoding
 from spot_deploy.runtime.state import State
@@ -26,37 +28,42 @@ def block_causal(positions: int, width: int) -> Array:
 
 
 class Cache:
-    """Keys and values of one request outside the segments of a pass, written in place.
+    """Keys and values of one request outside the segments of a pass, in buffers that the session keeps.
 
-    Each layer's buffers have exactly the size of a bucket, which depends on the request's own block index alone, so
-    that draft-free decoding and speculation run the same shapes (a growing view would be copied on every pass).
+    They have exactly the size of a bucket, which depends on the request's own block index alone, so that draft-free
+    decoding and speculation run the same shapes (a growing view would be copied on every pass).
     """
 
-    def __init__(self, decoding: Decoding):
-        self._decoding = decoding
-        self.past: list[Array] = []
+    def __init__(self, session: TargetSession, decoding: Decoding):
+        self._session, self._decoding = session, decoding
+        self._prefix: Prefix | None = None
         self.length = 0
 
-    def reserve(self, filled: int) -> None:
-        """Make the buffers the bucket for `filled` positions."""
-        shape, bucket = self._decoding.shape, self._decoding.bucket(filled)
-        if self.past and self.past[0].shape[2] == bucket:
-            return
-        old = self.past
-        self.past = [np.zeros((1, shape.kv_heads, bucket, shape.head_dim), np.float32) for _ in range(2 * shape.layers)]
-        for before, now in zip(old, self.past, strict=False):
-            now[:, :, : self.length] = before[:, :, : self.length]
+    def reserve(self, filled: int) -> Prefix:
+        """The buffers, as large as the bucket for `filled` positions."""
+        size = self._decoding.bucket(filled)
+        if self._prefix is None or self._prefix.size != size:
+            fresh = self._session.prefix(self._decoding.shape, size)
+            if self._prefix is not None and self.length:
+                fresh.take(self._prefix, self.length)
+            self._prefix = fresh
+        return self._prefix
 
-    def append(self, kept: Sequence[Array], without: slice = slice(0)) -> None:
+    @property
+    def past(self) -> Any:
+        """What a pass takes."""
+        return self.reserve(self.length).past
+
+    def append(self, kept: Sequence[Any], without: slice = slice(0)) -> None:
         """Write the keys and values [1, 1, H, Q, D] of further positions, but for those that are left out."""
         count = kept[0].shape[3]
         before, after = without.start or 0, count - (without.stop or 0)
-        first, stop = self.length + before, self.length + before + after
-        self.reserve(stop)
-        for buffer, new in zip(self.past, kept, strict=True):
-            buffer[:, :, self.length : first] = new[:, 0, :, :before]
-            buffer[:, :, first:stop] = new[:, 0, :, count - after :]
-        self.length = stop
+        prefix = self.reserve(self.length + before + after)
+        if before:
+            prefix.write(kept, slice(0, before), self.length)
+        if after:
+            prefix.write(kept, slice(count - after, count), self.length + before)
+        self.length += before + after
 
 
 class RequestTarget(ABC):
@@ -75,7 +82,7 @@ class RequestTarget(ABC):
         self._session, self._decoding = session, decoding
         self._inverse = 1 / temperature if temperature > 0 else 1.0
         self._padded = padded
-        self.cache = Cache(decoding)
+        self.cache = Cache(session, decoding)
         self.prefill_forwards = 0
         self.store_forwards = 0
         self.refresh_forwards = 0
@@ -151,7 +158,6 @@ class RequestTarget(ABC):
         cache: Cache | None = None,
     ) -> TargetOutputs:
         cache = cache or self.cache
-        cache.reserve(cache.length)
         if len(rows) < MIN_ROWS:
             rows = np.repeat(rows, MIN_ROWS)
         inputs = TargetInputs(
@@ -280,7 +286,7 @@ class FrozenTarget(WholeTarget):
 
     def begin(self, prompt: Array, new_tokens: int) -> None:
         super().begin(prompt, new_tokens)
-        self._empty = Cache(self._decoding)
+        self._empty = Cache(self._session, self._decoding)
         self._window = np.zeros((self._decoding.window, self._decoding.window), np.float32)
 
     def open(self, state: State) -> Head:

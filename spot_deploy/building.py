@@ -235,6 +235,8 @@ def make_engine(bundle: Bundle, stage: Path, inputs: EngineInputs, say: Say) -> 
     )
     if backends.compiles(inputs.backend):
         record = _compile(bundle, record, inputs, stage, say)
+        if _runs_here(inputs, say):
+            record = _prove(bundle, record, inputs, say, engines=stage)
     else:
         record = _prove(bundle, record, inputs, say)
     seconds = round(time.monotonic() - began, 3)
@@ -270,18 +272,36 @@ def timing_caches() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spot-deploy"
 
 
-def _prove(bundle: Bundle, record: EngineRecord, inputs: EngineInputs, say: Say) -> EngineRecord:
-    """The gates that a build must pass, on an engine that can run here."""
+def _runs_here(inputs: EngineInputs, say: Say) -> bool:
+    """Whether a compiled engine can run on the machine that compiled it; if not, `say` is told why."""
+    try:
+        backends.require_device(inputs.backend, inputs.provider, inputs.targets)
+    except SpotDeployError as error:
+        if not backends.builds_without_device(inputs.backend):
+            raise
+        say(f"nothing can be proven here: {error.what}")
+        return False
+    return True
+
+
+def _prove(
+    bundle: Bundle, record: EngineRecord, inputs: EngineInputs, say: Say, engines: Path | None = None
+) -> EngineRecord:
+    """The gates that a build must pass, on an engine that can run here.
+
+    Args:
+        engines: folder of compiled engines that are not published yet.
+    """
     backend, precision = inputs.backend, inputs.precision
     say(f"opening {bundle.target_role(inputs)}")
-    session = bundle.open_target(inputs)
+    session = bundle.open_target(inputs, engines=engines)
     close, _ = (verification.require(g, backend) for g in verification.elementwise(bundle, session, precision))
     say("comparing states alone and among others")
     probe = verification.invariance(bundle, session, inputs.budgets, inputs.requests)
     for gate in verification.invariance_gates(probe, precision, close.figures["allowed"]):
         verification.require(gate, backend)
     record = replace(record, probe=probe)
-    with Runtime.from_bundle(bundle, record, target=session) as runtime:
+    with Runtime.from_bundle(bundle, record, target=session, engines=engines) as runtime:
         say("replaying golden traces")
         traces = verification.commit_traces(runtime, session, bundle, precision, close.figures["allowed"])
         smoke = verification.require(traces, backend).figures

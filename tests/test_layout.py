@@ -16,6 +16,7 @@ ROOMS = {
 OWNERS = {
     "onnxruntime": {"engines/ort.py"},
     "openvino": {"engines/ov.py"},
+    "cuda": {"engines/cuda.py"},
     "tensorrt": {"engines/trt.py"},
     "tensorrt_rtx": {"engines/trt.py"},
     "transformers": {
@@ -54,7 +55,7 @@ def test_imports_follow_the_table(path):
         if top in ("torch", "safetensors"):
             assert room == "export" or relative.startswith("spot_deploy/training/"), relative
         if room == "engines":
-            third_party = {"numpy", "onnxruntime", "openvino"} & {top} or top in ("spot_deploy", "__future__")
+            third_party = {"numpy", "onnxruntime", "openvino", "cuda"} & {top} or top in ("spot_deploy", "__future__")
             assert third_party or top in __import__("sys").stdlib_module_names, f"{relative} imports {name}"
 
 

@@ -15,12 +15,13 @@ from toy_target import ToyTarget
 from spot_deploy import SpotDeployError, build_engine
 from spot_deploy.engines import backends, ort, ov
 from spot_deploy.engines.contracts import GraphSignature, TargetInputs, TargetOutputs, TargetShape, order_signature
+from spot_deploy.engines.prefix import HostSession
 from spot_deploy.engines.probe import probe_invariance
 from spot_deploy.engines.record import open_record, record_path
 from spot_deploy.runtime.manifest import read_manifest
 
 
-class Leaky:
+class Leaky(HostSession):
     """A session whose rows depend on something besides their own state, in the last bits."""
 
     def __init__(self, session, kind):

@@ -23,6 +23,7 @@ from spot_deploy.engines import backends, machine, ort
 from spot_deploy.engines.contracts import TargetShape
 from spot_deploy.engines.files import STAGING
 from spot_deploy.engines.machine import Estimate
+from spot_deploy.engines.prefix import HostSession
 from spot_deploy.engines.profiles import Limits, order_profile, target_profiles
 from spot_deploy.engines.record import EngineInputs, read_record, record_path
 from spot_deploy.runtime.bundle import open_bundle
@@ -317,7 +318,7 @@ def test_an_engine_that_is_not_bit_exact_is_audited(tiny_copy, monkeypatch):
     """Logits that depend on batch mates in the last bits: the build audits drafted decoding and records what it saw."""
     real = backends.open_target
 
-    class Shifty:
+    class Shifty(HostSession):
         def __init__(self, session):
             self.session = session
 
@@ -404,7 +405,7 @@ def test_a_timing_cache_that_cannot_be_is_no_reason_to_fail(tiny_copy, tmp_path,
 def test_an_engine_far_off_among_others_is_refused_not_audited(tiny_copy, monkeypatch):
     real = backends.open_target
 
-    class Reversed:
+    class Reversed(HostSession):
         def __init__(self, session):
             self.session = session
 

@@ -10,6 +10,7 @@ import pytest
 
 from spot_deploy import Runtime, SpotDeployError
 from spot_deploy.engines import backends
+from spot_deploy.engines.prefix import HostSession
 from spot_deploy.runtime.bundle import open_bundle
 from spot_deploy.runtime.text import GOLDEN_PASS
 from spot_deploy.verification import Gate, golden_pass, invariance_gates, require, verify_engine
@@ -17,7 +18,7 @@ from spot_deploy.verification import Gate, golden_pass, invariance_gates, requir
 NAMES = ["elementwise", "argmax", "traces", "isolation", "joining", "equality"]
 
 
-class Wrong:
+class Wrong(HostSession):
     """A session with one fault."""
 
     def __init__(self, session, fault):

@@ -8,10 +8,11 @@ import numpy as np
 from safetensors import safe_open
 
 from spot_deploy.engines.contracts import TargetOutputs
+from spot_deploy.engines.prefix import HostSession
 from spot_deploy.runtime.head import summarise
 
 
-class ReferenceTarget:
+class ReferenceTarget(HostSession):
     """An SDAR checkpoint folder as a target session."""
 
     def __init__(self, folder, known_ids):

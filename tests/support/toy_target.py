@@ -8,13 +8,14 @@ from __future__ import annotations
 import numpy as np
 
 from spot_deploy.engines.contracts import TargetInputs, TargetOutputs, TargetShape
+from spot_deploy.engines.prefix import HostSession
 from spot_deploy.runtime.api import Runtime
 from spot_deploy.runtime.decode import DecodeOptions
 from spot_deploy.runtime.head import summarise
 from spot_deploy.runtime.manifest import Decoding
 
 
-class ToyTarget:
+class ToyTarget(HostSession):
     """A target session. Each segment is computed alone, so it is batch-invariant by construction.
 
     The one layer's keys are the stored tokens themselves (values: their positions), which makes a wrong or shifted

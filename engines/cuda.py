@@ -1,0 +1,206 @@
+"""Device memory, copies, streams and graphs. The only module that imports cuda-python.
+
+Every call's status is checked. Memory is freed when nothing refers to it any more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spot_deploy.engines.contracts import Array
+from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
+
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1}
+
+
+def missing_driver() -> str | None:
+    """What lacks for running on a GPU, in one sentence; None where a driver answers.
+
+    Checked before any TensorRT runtime object: without a driver some versions end the process.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return f"this machine has no NVIDIA driver ({error})"
+    status = driver.cuInit(0)
+    return f"the NVIDIA driver finds no usable GPU (cuInit returned {status})" if status else None
+
+
+@functools.cache
+def _runtime() -> Any:
+    try:
+        from cuda.bindings import runtime
+    except (ImportError, OSError) as error:
+        raise SpotDeployError(
+            "cuda-missing",
+            "cuda-python is not installed",
+            seen=str(error),
+            fix='pip install "spot-deploy[rtx]" or "spot-deploy[tensorrt]"',
+            exit_code=ENVIRONMENT,
+        ) from error
+    return runtime
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    """One function of the CUDA runtime; its result without the status.
+
+    Raises:
+        SpotDeployError: out of memory, or another status than success; named as CUDA names it.
+    """
+    runtime = _runtime()
+    status, *results = getattr(runtime, name)(*arguments)
+    if int(status) != 0:
+        text = f"{name}: {getattr(status, 'name', status)}"
+        if "MemoryAllocation" in text:
+            raise SpotDeployError(
+                "gpu-memory",
+                "the GPU has no memory left",
+                seen=text,
+                fix="use fewer requests at a time, or a smaller --max-positions at export; see what else uses the GPU",
+            )
+        raise SpotDeployError(
+            "cuda", "a call to the GPU failed", seen=text, fix="spot-deploy doctor; report the message"
+        )
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _free_with(owner: object, name: str, handle: Any) -> None:
+    """Call a function of the CUDA runtime when nothing refers to `owner` any more."""
+    weakref.finalize(owner, getattr(_runtime(), name), handle).atexit = False
+
+
+def device() -> dict[str, Any]:
+    """The first GPU: compute capability (`sm89`), memory in bytes (total, free), and the driver's CUDA version."""
+    runtime = _runtime()
+    kind = runtime.cudaDeviceAttr
+    parts = [
+        _call("cudaDeviceGetAttribute", getattr(kind, f"cudaDevAttrComputeCapability{part}"), 0)
+        for part in ("Major", "Minor")
+    ]
+    free, total = _call("cudaMemGetInfo")
+    version = int(_call("cudaDriverGetVersion"))
+    return {
+        "capability": f"sm{parts[0]}{parts[1]}",
+        "memory": int(total),
+        "memory_free": int(free),
+        "cuda": f"{version // 1000}.{version % 1000 // 10}",
+    }
+
+
+class Stream:
+    """A queue of work on the GPU."""
+
+    def __init__(self) -> None:
+        self.handle: Any = _call("cudaStreamCreate")
+        _free_with(self, "cudaStreamDestroy", self.handle)
+
+    def __int__(self) -> int:
+        return int(self.handle)
+
+    def wait(self) -> None:
+        """Until all work is done."""
+        _call("cudaStreamSynchronize", self.handle)
+
+    def record(self, work: Callable[[], None]) -> Graph:
+        """What `work` puts into this stream, as a graph; it is not done now."""
+        _call("cudaStreamBeginCapture", self.handle, _runtime().cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
+        try:
+            work()
+        finally:
+            recorded = _call("cudaStreamEndCapture", self.handle)
+        return Graph(recorded)
+
+
+class Graph:
+    """Recorded work that one call starts."""
+
+    def __init__(self, recorded: Any) -> None:
+        self._executable: Any = _call("cudaGraphInstantiate", recorded, 0)
+        _call("cudaGraphDestroy", recorded)
+        _free_with(self, "cudaGraphExecDestroy", self._executable)
+
+    def launch(self, stream: Stream) -> None:
+        """Start it."""
+        _call("cudaGraphLaunch", self._executable, stream.handle)
+
+
+@dataclass(frozen=True)
+class DeviceView:
+    """A tensor that lies somewhere in device memory; `owner` keeps it there."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    address: int
+    owner: object
+
+
+class DeviceArray:
+    """A piece of device memory with a dtype and a shape; it never moves.
+
+    Attributes:
+        address: of its first byte.
+        dtype: as in engines.contracts; NumPy has no bfloat16, which is only moved about.
+    """
+
+    def __init__(self, dtype: str, shape: Sequence[int]):
+        self.dtype, self.shape = dtype, tuple(shape)
+        self.bytes = ITEMSIZE[dtype] * math.prod(self.shape)
+        self.address = int(_call("cudaMalloc", max(1, self.bytes)))
+        _free_with(self, "cudaFree", self.address)
+
+    def clear(self, stream: Stream) -> None:
+        """Fill with zeros."""
+        _call("cudaMemsetAsync", self.address, 0, self.bytes, stream.handle)
+
+    def upload(self, array: Array, stream: Stream) -> None:
+        """Copy from the host; the array must not be changed until the stream has waited."""
+        assert array.flags.c_contiguous
+        assert array.nbytes <= self.bytes
+        self._copy(self.address, array.ctypes.data, array.nbytes, "HostToDevice", stream)
+
+    def download(self, array: Array, stream: Stream, offset: int = 0) -> None:
+        """Copy bytes from `offset` on to a host array; they are there when the stream has waited."""
+        assert array.flags.c_contiguous
+        assert offset + array.nbytes <= self.bytes
+        self._copy(array.ctypes.data, self.address + offset, array.nbytes, "DeviceToHost", stream)
+
+    @staticmethod
+    def _copy(to: int, source: int, count: int, kind: str, stream: Stream) -> None:
+        kinds = _runtime().cudaMemcpyKind
+        _call("cudaMemcpyAsync", to, source, count, getattr(kinds, f"cudaMemcpy{kind}"), stream.handle)
+
+
+def copy_columns(
+    to: DeviceArray, at: int, source: DeviceArray | DeviceView, first: int, count: int, stream: Stream, *, rows: int
+) -> None:
+    """Copy columns [first, first + count) of the first `rows` rows of `source` [..., columns, D] to `at` in `to`."""
+    size = ITEMSIZE[to.dtype]
+    assert (to.dtype, to.shape[-1]) == (source.dtype, source.shape[-1])
+    width = to.shape[-1] * size
+    _call(
+        "cudaMemcpy2DAsync",
+        to.address + at * width,
+        to.shape[-2] * width,
+        source.address + first * width,
+        source.shape[-2] * width,
+        count * width,
+        rows,
+        _runtime().cudaMemcpyKind.cudaMemcpyDeviceToDevice,
+        stream.handle,
+    )
+
+
+def as_dtype(array: Array, dtype: str) -> Array:
+    """A float32 array in another dtype, contiguous; bfloat16 as its 16 bits, rounded to the nearest even."""
+    if dtype != "bfloat16":
+        return np.ascontiguousarray(array, {"float32": np.float32, "float16": np.float16}[dtype])
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)

@@ -1,0 +1,407 @@
+"""Running TensorRT engines (TensorRT for RTX and TensorRT): everything stays on the GPU but small inputs and the head.
+
+A pass uploads ids and masks, reads the prefix where it lies, and downloads the head; keys and values of kept segments
+are copied on the GPU into the prefix, and single rows of logits are fetched when asked for. Buffers are as large as the
+profiles allow and never move, so that passes of one shape over one prefix can be replayed as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spot_deploy.engines import cuda
+from spot_deploy.engines.contracts import Array, GraphSignature, TargetInputs, TargetOutputs, TargetShape, TensorSpec
+from spot_deploy.engines.cuda import DeviceArray, DeviceView, Stream, copy_columns
+from spot_deploy.engines.errors import SpotDeployError
+
+Shape = tuple[int, ...]
+MOST_GRAPHS = 64  # of one lane: budgets times buckets, and prefixes at other addresses
+DTYPES = {  # TensorRT's names
+    "FLOAT": "float32",
+    "HALF": "float16",
+    "BF16": "bfloat16",
+    "INT64": "int64",
+    "INT32": "int32",
+    "BOOL": "bool",
+}
+_REBUILD = "spot-deploy build-engine again, on or for this GPU"
+_NUMPY = {"float32": np.float32, "int64": np.int64, "bool": np.bool_}
+
+
+class Engine:
+    """A deserialised engine: its tensors, profiles, and execution contexts.
+
+    Args:
+        trt: the package.
+        name: of the package, for errors.
+        log: TensorRT's last error lines, which `logger` fills.
+    """
+
+    def __init__(self, trt: Any, name: str, path: Path, signature: GraphSignature, logger: Any, log: deque[str]):
+        self.trt, self.name, self.path, self._log = trt, name, path, log
+        try:
+            plan = path.read_bytes()
+        except OSError as error:
+            raise self.failed("the engine file cannot be read", str(error)) from error
+        # The runtime must outlive its engines.
+        self._runtime = self.made("a runtime", lambda: trt.Runtime(logger))
+        self.engine = self.made("an engine", lambda: self._runtime.deserialize_cuda_engine(plan))
+        names = [self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)]
+        reported = [(n, self.dtype(n), tuple(int(d) for d in self.engine.get_tensor_shape(n))) for n in names]
+        order = {t.name: i for i, t in enumerate((*signature.inputs, *signature.outputs))}
+        reported.sort(key=lambda entry: order.get(entry[0], len(order)))
+        signature.require([(n, d, tuple("?" if s < 0 else s for s in shape)) for n, d, shape in reported], path.name)
+        self.profiles = [
+            {spec.name: self._profile_shape(spec.name, index) for spec in signature.inputs}
+            for index in range(self.engine.num_optimization_profiles)
+        ]
+
+    def dtype(self, name: str) -> str:
+        """As in engines.contracts."""
+        name = str(self.engine.get_tensor_dtype(name).name)
+        return DTYPES.get(name, name.lower())
+
+    def _profile_shape(self, name: str, index: int) -> tuple[Shape, Shape]:
+        least, _, most = self.engine.get_tensor_profile_shape(name, index)
+        return tuple(map(int, least)), tuple(map(int, most))
+
+    def context(self, scratch: DeviceArray) -> Any:
+        """A new execution context that works in `scratch`.
+
+        TensorRT for RTX compiles kernels for the shapes that it meets. By default it does so in the background, and
+        changes over while a request is decoded: the same pass would not give the same bits. So it compiles at once.
+        """
+        trt = self.trt
+        managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        strategies = getattr(trt, "DynamicShapesKernelSpecializationStrategy", None)
+        if strategies is None:
+            made = self.made("an execution context", lambda: self.engine.create_execution_context(managed))
+        else:
+            config = self.made("a runtime configuration", self.engine.create_runtime_config)
+            config.set_execution_context_allocation_strategy(managed)
+            config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER
+            made = self.made("an execution context", lambda: self.engine.create_execution_context(config))
+        made.set_device_memory(scratch.address, scratch.bytes)
+        return made
+
+    def choose(self, shapes: Mapping[str, Shape]) -> int:
+        """The first profile that takes these input shapes.
+
+        Raises:
+            SpotDeployError: none does; the error names what comes closest.
+        """
+        faults = []
+        for index, profile in enumerate(self.profiles):
+            bad = [
+                f"{name} {list(shape)} is not within {list(profile[name][0])} to {list(profile[name][1])}"
+                for name, shape in shapes.items()
+                if not all(a <= n <= b for a, n, b in zip(profile[name][0], shape, profile[name][1], strict=True))
+            ]
+            if not bad:
+                return index
+            faults.append(bad)
+        raise SpotDeployError(
+            "engine-shape",
+            f"{self.path.name} was not built for such a pass",
+            seen="; ".join(min(faults, key=len)[:3]),
+            fix="build-engine with larger --budgets or --requests, or export with more --max-positions",
+        )
+
+    def made(self, what: str, make: Callable[[], Any]) -> Any:
+        """What `make` gives, or an error: TensorRT returns None or raises."""
+        try:
+            result = make()
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise self.failed(f"{self.name} did not give {what}", str(error)) from error
+        if result is None:
+            raise self.failed(f"{self.name} did not give {what}")
+        return result
+
+    def agreed(self, what: str, answer: Any) -> None:
+        """An error where TensorRT answered False, or a list of what is missing."""
+        if answer is False or (isinstance(answer, (list, tuple)) and answer):
+            raise self.failed(f"{self.name} refuses {what}", *(map(str, answer) if answer else ()))
+
+    def failed(self, what: str, *said: str) -> SpotDeployError:
+        lines = [" ".join(line.split()) for line in said or self._log]
+        return SpotDeployError(
+            "engine-run", f"{what} ({self.path.name})", seen=" | ".join(lines) or "nothing in its log", fix=_REBUILD
+        )
+
+
+class _Context:
+    """An execution context, at some shapes and addresses."""
+
+    def __init__(self, engine: Engine, scratch: DeviceArray, stream: Stream):
+        self._engine, self._stream = engine, stream
+        self._raw, self._profile = engine.context(scratch), -1
+
+    def prepare(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
+        """Set the shapes of all inputs and the addresses of all tensors."""
+        agreed, context = self._engine.agreed, self._raw
+        profile = self._engine.choose(shapes)
+        if profile != self._profile:
+            agreed("its own profile", context.set_optimization_profile_async(profile, int(self._stream)))
+            self._profile = profile
+        for name, shape in shapes.items():
+            agreed(f"{name} of {list(shape)}", context.set_input_shape(name, shape))
+        for name, address in addresses.items():
+            agreed(f"the address of {name}", context.set_tensor_address(name, address))
+        agreed("shapes that it needs and has not", context.infer_shapes())
+
+    def output_shape(self, name: str) -> Shape:
+        return tuple(int(d) for d in self._raw.get_tensor_shape(name))
+
+    def execute(self) -> None:
+        self._engine.agreed("the pass", self._raw.execute_async_v3(int(self._stream)))
+
+    def capturable(self) -> bool:
+        """Whether a pass can be recorded; only TensorRT for RTX has passes that cannot."""
+        asked = getattr(self._raw, "is_stream_capturable", None)
+        return asked is None or bool(asked(int(self._stream)))
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A pass as a graph. TensorRT wants the context that it was recorded from to stay as it was."""
+
+    graph: cuda.Graph
+    context: _Context
+
+
+class _Lane:
+    """What one pass at a time needs: a stream, execution contexts, buffers for every tensor but the prefix."""
+
+    def __init__(self, engine: Engine, signature: GraphSignature, outside: Sequence[str]):
+        self._engine, self.stream = engine, Stream()
+        self._scratch = DeviceArray("bool", [int(engine.engine.device_memory_size_v2)])
+        self._context = _Context(engine, self._scratch, self.stream)
+        self._recorded: dict[Any, _Recorded | None] = {}  # None: such a pass has been seen once
+        sizes: dict[str, int] = {}
+        for profile in engine.profiles:
+            for spec in signature.inputs:
+                for symbol, size in zip(spec.shape, profile[spec.name][1], strict=True):
+                    if isinstance(symbol, str):
+                        sizes[symbol] = max(sizes.get(symbol, 0), size)
+
+        def buffer(spec: TensorSpec) -> DeviceArray:
+            return DeviceArray(spec.dtype, [d if isinstance(d, int) else sizes[d] for d in spec.shape])
+
+        self.inputs = {t.name: buffer(t) for t in signature.inputs if t.name not in outside}
+        self.outputs = {t.name: buffer(t) for t in signature.outputs}
+
+    def run(
+        self, feeds: Mapping[str, Array], outside: Mapping[str, DeviceArray], head: Sequence[str]
+    ) -> dict[str, Shape]:
+        """Start a pass; the shapes of its outputs.
+
+        The second pass of the same shapes over the same prefix is recorded, and those that follow are replays.
+
+        Args:
+            feeds: inputs from the host.
+            outside: inputs that lie on the GPU already.
+            head: outputs in which the first replay must equal what it is a replay of.
+
+        Raises:
+            SpotDeployError: TensorRT refuses, no profile fits, or a replay differs.
+        """
+        shapes = {n: tuple(x.shape) for n, x in feeds.items()} | {n: x.shape for n, x in outside.items()}
+        tensors = {**self.inputs, **outside, **self.outputs}
+        addresses = {name: array.address for name, array in tensors.items()}
+        self._engine.choose(shapes)
+        for name, array in feeds.items():
+            self.inputs[name].upload(np.ascontiguousarray(array), self.stream)
+        key = (*shapes.values(), *(array.address for array in outside.values()))
+        recorded = self._recorded.get(key)
+        if recorded is not None:
+            recorded.graph.launch(self.stream)
+            return {name: recorded.context.output_shape(name) for name in self.outputs}
+        self._context.prepare(shapes, addresses)
+        self._context.execute()
+        found = {name: self._context.output_shape(name) for name in self.outputs}
+        if key in self._recorded and self._context.capturable():
+            self._recorded[key] = self._record(shapes, addresses, {name: found[name] for name in head})
+        else:
+            self._recorded[key] = None
+        if len(self._recorded) > MOST_GRAPHS:
+            del self._recorded[next(iter(self._recorded))]
+        return found
+
+    def _record(
+        self, shapes: Mapping[str, Shape], addresses: Mapping[str, int], head: Mapping[str, Shape]
+    ) -> _Recorded:
+        def outputs() -> list[bytes]:
+            found = [self.fetch(name, shape) for name, shape in head.items()]
+            self.stream.wait()
+            return [array.tobytes() for array in found]
+
+        wanted = outputs()
+        context = _Context(self._engine, self._scratch, self.stream)
+        context.prepare(shapes, addresses)
+        context.execute()  # what it puts off until the first pass must not be recorded
+        self.stream.wait()
+        graph = self.stream.record(context.execute)
+        graph.launch(self.stream)
+        if outputs() != wanted:
+            raise SpotDeployError(
+                "graph-replay",
+                f"a replayed CUDA graph of {self._engine.path.name} gives other results than the pass itself",
+                fix="report this with the versions of driver and TensorRT",
+            )
+        return _Recorded(graph, context)
+
+    def fetch(self, name: str, shape: Shape, offset: int = 0) -> Array:
+        """A copy of an output, or a part of it from `offset` bytes on; there once the stream has waited."""
+        array: Array = np.empty(shape, _NUMPY[self.outputs[name].dtype])
+        self.outputs[name].download(array, self.stream, offset)
+        return array
+
+
+class _Results:
+    """The outputs of one pass, unchanged for as long as this object lives: whoever reads them keeps the lane."""
+
+    def __init__(self, lane: _Lane, shapes: dict[str, Shape]):
+        self._lane, self._shapes = lane, shapes
+
+    def fetch(self, names: Sequence[str]) -> dict[str, Array]:
+        """Copies of whole outputs."""
+        found = {name: self._lane.fetch(name, self._shapes[name]) for name in names}
+        self._lane.stream.wait()
+        return found
+
+    def row(self, name: str, index: int) -> Array:
+        """A copy of one row."""
+        shape = self._shapes[name][1:]
+        output = self._lane.outputs[name]
+        found = self._lane.fetch(name, shape, index * math.prod(shape) * cuda.ITEMSIZE[output.dtype])
+        self._lane.stream.wait()
+        return found
+
+    def view(self, name: str) -> DeviceView:
+        """Where an output lies."""
+        output = self._lane.outputs[name]
+        return DeviceView(output.dtype, self._shapes[name], output.address, self)
+
+
+class DevicePrefix:
+    """Keys and values on the GPU, [1, H, size, D] each (see engines.prefix)."""
+
+    def __init__(self, arrays: list[DeviceArray], size: int, stream: Stream):
+        self.arrays, self.size, self._stream = arrays, size, stream
+        for array in arrays:
+            array.clear(stream)
+        stream.wait()
+
+    @property
+    def past(self) -> DevicePrefix:
+        return self
+
+    def write(self, kept: Sequence[DeviceView], source: slice, start: int) -> None:
+        for buffer, new in zip(self.arrays, kept, strict=True):
+            count = source.stop - source.start
+            copy_columns(buffer, start, new, source.start, count, self._stream, rows=buffer.shape[1])
+        self._stream.wait()
+
+    def take(self, other: DevicePrefix, count: int) -> None:
+        for buffer, before in zip(self.arrays, other.arrays, strict=True):
+            copy_columns(buffer, 0, before, 0, count, self._stream, rows=buffer.shape[1])
+        self._stream.wait()
+
+
+class Target:
+    """A target engine (see contracts.TargetSession).
+
+    Attributes:
+        downloaded: bytes that passes brought to the host so far.
+    """
+
+    def __init__(self, engine: Engine, signature: GraphSignature):
+        self._engine, self._signature = engine, signature
+        self._past, self._kept = signature.past_names, signature.kept_names
+        self._head = [t.name for t in signature.outputs if t.name not in (*self._kept, "logits")]
+        self._free: list[_Lane] = []
+        self._spare: dict[Shape, list[list[DeviceArray]]] = {}
+        self._copies = Stream()
+        self._lock = threading.Lock()
+        self._dtype = next(t.dtype for t in signature.inputs if t.name in self._past)
+        self.downloaded = 0
+
+    def prefix(self, shape: TargetShape, size: int) -> DevicePrefix:
+        """An empty prefix. Buffers are used again, at the same addresses, for which passes may have been recorded."""
+        dims = (1, shape.kv_heads, size, shape.head_dim)
+        spare = self._spare.setdefault(dims, [])
+        arrays = spare.pop() if spare else [DeviceArray(self._dtype, dims) for _ in range(2 * shape.layers)]
+        prefix = DevicePrefix(arrays, size, self._copies)
+        weakref.finalize(prefix, spare.append, arrays).atexit = False
+        return prefix
+
+    def run(self, inputs: TargetInputs, *, keep: bool) -> TargetOutputs:
+        """One pass. What it kept, and its full logits, are there until the outputs are let go."""
+        lane = self._lane()
+        feeds, past = inputs.small(), inputs.past
+        arrays = past.arrays if isinstance(past, DevicePrefix) else [self._upload(x, lane.stream) for x in past]
+        outside = dict(zip(self._past, arrays, strict=True))
+        results = _Results(lane, lane.run(feeds, outside, self._head))
+        weakref.finalize(results, self._free.append, lane).atexit = False
+        head = results.fetch(self._head)
+        self.downloaded += sum(array.nbytes for array in head.values())
+        wrong = np.isnan(head["top_logits"][:, 0]) | np.isnan(head["rest_lse"])
+        if wrong.any():
+            raise SpotDeployError(
+                "engine-nan",
+                f"{self._engine.path.name} gives logits that are no numbers",
+                seen=f"{int(wrong.sum())} of {len(wrong)} rows",
+                fix="build-engine --precision bf16 or f32: float16 overflows in some networks",
+            )
+
+        def row(index: int) -> Array:
+            found = results.row("logits", index)
+            self.downloaded += found.nbytes
+            return found
+
+        return TargetOutputs(
+            top_logits=head["top_logits"],
+            top_ids=head["top_ids"],
+            rest_lse=head["rest_lse"],
+            rest_lse_raw=head.get("rest_lse_raw"),
+            row=row,
+            kept=[results.view(name) for name in self._kept] if keep else [],
+        )
+
+    def _upload(self, array: Array, stream: Stream) -> DeviceArray:
+        """A prefix tensor from the host, float32 there: what probes make up."""
+        found = DeviceArray(self._dtype, array.shape)
+        found.upload(cuda.as_dtype(array, self._dtype), stream)
+        stream.wait()
+        return found
+
+    def _lane(self) -> _Lane:
+        try:
+            return self._free.pop()
+        except IndexError:
+            with self._lock:
+                return _Lane(self._engine, self._signature, self._past)
+
+
+class OrderModel:
+    """An order model engine (see contracts.OrderSession)."""
+
+    def __init__(self, engine: Engine, signature: GraphSignature):
+        self._lane, self._lock = _Lane(engine, signature, ()), threading.Lock()
+
+    def run(self, features: Array, state_id: Array, depth: Array, masked: Array) -> Array:
+        feeds = {"features": features, "state_id": state_id, "depth": depth, "masked": masked}
+        with self._lock:
+            shapes = self._lane.run(feeds, {}, ("log_q",))
+            result = self._lane.fetch("log_q", shapes["log_q"])
+            self._lane.stream.wait()
+        return result
