@@ -9,13 +9,17 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from spot_deploy.engines.contracts import GraphSignature, OrderSession, TargetSession
+from spot_deploy.engines import cuda
+from spot_deploy.engines.contracts import Compiled, GraphSignature, OrderSession, TargetSession
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError, usage_error
+from spot_deploy.engines.inspector import Layer
 
 # Module of this package, or an object in it.
 _MODULES = {"onnxruntime": "ort", "openvino": "ov", "tensorrt-rtx": "trt:RTX", "tensorrt": "trt:FULL"}
 BACKENDS = tuple(_MODULES)
 CPU_BACKENDS = ("onnxruntime", "openvino")  # those that need no GPU
+# How an engine may be portable: to later versions of TensorRT, to all GPUs of its compute capability, from sm80 on.
+PORTABLE = ("version", "same-sm", "ampere-plus")
 
 
 def _module(backend: str) -> Any:
@@ -43,10 +47,12 @@ def require(backend: str) -> None:
     _module(backend)
 
 
-def versions(backend: str) -> dict[str, str]:
-    """What decides an engine's last bits: package versions, and on CPU the processor."""
+def versions(backend: str, provider: str = "cpu") -> dict[str, str]:
+    """What decides an engine's last bits: package versions, and the processor or GPU (if there is one)."""
     found = dict(_module(backend).versions())
-    return found | ({"processor": processor()} if backend in CPU_BACKENDS else {})
+    if backend not in CPU_BACKENDS:
+        return found
+    return found | {"processor": processor()} | ({} if provider == "cpu" else cuda.versions())
 
 
 def providers(backend: str) -> tuple[str, ...]:
@@ -106,6 +112,22 @@ def choose_targets(backend: str, wanted: tuple[str, ...]) -> tuple[str, ...]:
             "targets", f"{backend} compiles for no compute capability", seen=", ".join(wanted), fix="leave --target out"
         )
     return ()
+
+
+def choose_portability(backend: str, portable: tuple[str, ...], strip: bool) -> None:
+    """Check that a backend compiles engines that are portable in these ways (see PORTABLE), or without weights.
+
+    Raises:
+        SpotDeployError: it does not (exit code 2).
+    """
+    if backend not in CPU_BACKENDS:
+        _module(backend).choose_portability(portable)
+    elif portable or strip:
+        raise usage_error(
+            "portable",
+            f"{backend} opens the bundle's ONNX file itself: there is no engine file to make portable or to strip",
+            fix="leave --portable and --strip out",
+        )
 
 
 def base_disk(backend: str) -> int:
@@ -172,23 +194,48 @@ def graph_precision(backend: str, precision: str) -> str:
 
 
 def open_target(
-    backend: str, path: Path, signature: GraphSignature, *, threads: int, precision: str, provider: str = "cpu"
+    backend: str,
+    path: Path,
+    signature: GraphSignature,
+    *,
+    threads: int,
+    precision: str,
+    provider: str = "cpu",
+    compiled: Compiled | None = None,
 ) -> TargetSession:
     """Open a target graph.
+
+    Args:
+        compiled: what to know of the file, where the backend compiles engines.
 
     Raises:
         SpotDeployError: the backend is missing, refuses the graph, or reports another signature or precision.
     """
-    session: TargetSession = _module(backend).Target(path, signature, threads, precision, provider)
+    more = () if compiled is None else (compiled,)
+    session: TargetSession = _module(backend).Target(path, signature, threads, precision, provider, *more)
     return session
 
 
 def open_order_model(
-    backend: str, path: Path, signature: GraphSignature, *, threads: int, precision: str, provider: str = "cpu"
+    backend: str,
+    path: Path,
+    signature: GraphSignature,
+    *,
+    threads: int,
+    precision: str,
+    provider: str = "cpu",
+    compiled: Compiled | None = None,
 ) -> OrderSession:
-    """Open an order model graph; errors as `open_target`."""
-    session: OrderSession = _module(backend).OrderModel(path, signature, threads, precision, provider)
+    """Open an order model graph; arguments and errors as `open_target`."""
+    more = () if compiled is None else (compiled,)
+    session: OrderSession = _module(backend).OrderModel(path, signature, threads, precision, provider, *more)
     return session
+
+
+def engine_layers(backend: str, session: TargetSession | OrderSession) -> list[Layer]:
+    """The layers of a compiled engine that is open, as the backend's inspector gives them."""
+    layers: list[Layer] = _module(backend).layers(session)
+    return layers
 
 
 def default_threads() -> int:

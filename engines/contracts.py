@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy.typing as npt
@@ -220,6 +221,21 @@ class TargetOutputs:
     rest_lse_raw: Array | None
     row: Callable[[int], Array]
     kept: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a backend must know of a compiled engine file before it opens it.
+
+    Attributes:
+        sha256: of the file; bytes of another digest are not given to the backend.
+        host_code: it holds code that runs on the host, as engines that are portable between versions do.
+        weights: the ONNX file whose weights it was stripped of; None where it has its own.
+    """
+
+    sha256: str
+    host_code: bool = False
+    weights: Path | None = None
 
 
 class TargetSession(Protocol):

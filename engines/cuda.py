@@ -10,7 +10,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ def _runtime() -> Any:
             "cuda-missing",
             "cuda-python is not installed",
             seen=str(error),
-            fix='pip install "spot-deploy[rtx]" or "spot-deploy[tensorrt]"',
+            fix='pip install "cuda-bindings>=12", which the extras gpu, rtx and tensorrt bring',
             exit_code=ENVIRONMENT,
         ) from error
     return runtime
@@ -72,27 +72,44 @@ def _call(name: str, *arguments: Any) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
+def require_memory(*files: Path) -> None:
+    """Check that the GPU has room for what these files hold, before anything is loaded.
+
+    Raises:
+        SpotDeployError: it has not (exit code 4).
+    """
+    needed = sum(path.stat().st_size for path in files)
+    free, total = _call("cudaMemGetInfo")
+    if needed > free:
+        raise SpotDeployError(
+            "too-little-gpu-memory",
+            "the GPU has too little memory left for the weights alone",
+            seen=f"{free / 1e9:.2f} GB free of {total / 1e9:.2f} GB",
+            wanted=f"{needed / 1e9:.2f} GB for {', '.join(path.name for path in files)}",
+            fix="end what else uses the GPU (nvidia-smi lists it), or take a smaller target or --precision",
+            exit_code=ENVIRONMENT,
+        )
+
+
 def _free_with(owner: object, name: str, handle: Any) -> None:
     """Call a function of the CUDA runtime when nothing refers to `owner` any more."""
     weakref.finalize(owner, getattr(_runtime(), name), handle).atexit = False
 
 
-def device() -> dict[str, Any]:
-    """The first GPU: compute capability (`sm89`), memory in bytes (total, free), and the driver's CUDA version."""
-    runtime = _runtime()
-    kind = runtime.cudaDeviceAttr
-    parts = [
-        _call("cudaDeviceGetAttribute", getattr(kind, f"cudaDevAttrComputeCapability{part}"), 0)
-        for part in ("Major", "Minor")
-    ]
-    free, total = _call("cudaMemGetInfo")
+def capability() -> str:
+    """Compute capability of the first GPU, such as `sm89`."""
+    kind = _runtime().cudaDeviceAttr
+    names = (f"cudaDevAttrComputeCapability{part}" for part in ("Major", "Minor"))
+    return "sm" + "".join(str(_call("cudaDeviceGetAttribute", getattr(kind, name), 0)) for name in names)
+
+
+def versions() -> dict[str, str]:
+    """What on the GPU's side decides last bits: its model, and the CUDA version of its driver; empty without one."""
+    if missing_driver() is not None:
+        return {}
+    model = bytes(_call("cudaGetDeviceProperties", 0).name).rstrip(b"\0").decode(errors="replace")
     version = int(_call("cudaDriverGetVersion"))
-    return {
-        "capability": f"sm{parts[0]}{parts[1]}",
-        "memory": int(total),
-        "memory_free": int(free),
-        "cuda": f"{version // 1000}.{version % 1000 // 10}",
-    }
+    return {"gpu": f"{model} {capability()}", "driver": f"CUDA {version // 1000}.{version % 1000 // 10}"}
 
 
 class Stream:
@@ -132,28 +149,32 @@ class Graph:
         _call("cudaGraphLaunch", self._executable, stream.handle)
 
 
-@dataclass(frozen=True)
 class DeviceView:
-    """A tensor that lies somewhere in device memory; `owner` keeps it there."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    address: int
-    owner: object
-
-
-class DeviceArray:
-    """A piece of device memory with a dtype and a shape; it never moves.
+    """A tensor that lies somewhere in device memory.
 
     Attributes:
-        address: of its first byte.
         dtype: as in engines.contracts; NumPy has no bfloat16, which is only moved about.
+        address: of its first byte.
+        owner: keeps it there.
     """
 
-    def __init__(self, dtype: str, shape: Sequence[int]):
-        self.dtype, self.shape = dtype, tuple(shape)
+    def __init__(self, dtype: str, shape: Sequence[int], address: int, owner: object):
+        self.dtype, self.shape, self.address, self.owner = dtype, tuple(shape), address, owner
         self.bytes = ITEMSIZE[dtype] * math.prod(self.shape)
-        self.address = int(_call("cudaMalloc", max(1, self.bytes)))
+
+    def download(self, array: Array, stream: Stream, offset: int = 0) -> None:
+        """Copy bytes from `offset` on to a host array; they are there when the stream has waited."""
+        assert array.flags.c_contiguous
+        assert offset + array.nbytes <= self.bytes
+        _copy(array.ctypes.data, self.address + offset, array.nbytes, "DeviceToHost", stream)
+
+
+class DeviceArray(DeviceView):
+    """A piece of device memory of our own; it never moves."""
+
+    def __init__(self, dtype: str, shape: Sequence[int]):
+        size = ITEMSIZE[dtype] * math.prod(shape)
+        super().__init__(dtype, shape, int(_call("cudaMalloc", max(1, size))), None)
         _free_with(self, "cudaFree", self.address)
 
     def clear(self, stream: Stream) -> None:
@@ -164,22 +185,16 @@ class DeviceArray:
         """Copy from the host; the array must not be changed until the stream has waited."""
         assert array.flags.c_contiguous
         assert array.nbytes <= self.bytes
-        self._copy(self.address, array.ctypes.data, array.nbytes, "HostToDevice", stream)
+        _copy(self.address, array.ctypes.data, array.nbytes, "HostToDevice", stream)
 
-    def download(self, array: Array, stream: Stream, offset: int = 0) -> None:
-        """Copy bytes from `offset` on to a host array; they are there when the stream has waited."""
-        assert array.flags.c_contiguous
-        assert offset + array.nbytes <= self.bytes
-        self._copy(array.ctypes.data, self.address + offset, array.nbytes, "DeviceToHost", stream)
 
-    @staticmethod
-    def _copy(to: int, source: int, count: int, kind: str, stream: Stream) -> None:
-        kinds = _runtime().cudaMemcpyKind
-        _call("cudaMemcpyAsync", to, source, count, getattr(kinds, f"cudaMemcpy{kind}"), stream.handle)
+def _copy(to: int, source: int, count: int, kind: str, stream: Stream) -> None:
+    kinds = _runtime().cudaMemcpyKind
+    _call("cudaMemcpyAsync", to, source, count, getattr(kinds, f"cudaMemcpy{kind}"), stream.handle)
 
 
 def copy_columns(
-    to: DeviceArray, at: int, source: DeviceArray | DeviceView, first: int, count: int, stream: Stream, *, rows: int
+    to: DeviceArray, at: int, source: DeviceView, first: int, count: int, stream: Stream, *, rows: int
 ) -> None:
     """Copy columns [first, first + count) of the first `rows` rows of `source` [..., columns, D] to `at` in `to`."""
     size = ITEMSIZE[to.dtype]

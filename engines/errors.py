@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+from collections.abc import Iterable
+
 FAILURE, USAGE, VERIFICATION, ENVIRONMENT, INTERRUPTED = 1, 2, 3, 4, 130
 
 
@@ -49,6 +52,21 @@ def backend_missing(backend: str, extra: str, seen: str) -> SpotDeployError:
         fix=f'pip install "spot-deploy[{extra}]"',
         exit_code=ENVIRONMENT,
     )
+
+
+def refuse_clash(name: str, packages: Iterable[str]) -> None:
+    """Raise (exit code 4) if several of these packages are installed, which all write the same files."""
+    there = {(d.metadata["Name"] or "").lower().replace("_", "-") for d in importlib.metadata.distributions()}
+    clash = sorted(there & set(packages))
+    if len(clash) > 1:
+        raise SpotDeployError(
+            "backend-clash",
+            f"several {name} packages are installed and overwrite each other's files",
+            seen=", ".join(clash),
+            wanted="one of them",
+            fix=f"pip uninstall {' '.join(clash)}, then install the one you want",
+            exit_code=ENVIRONMENT,
+        )
 
 
 def usage_error(code: str, what: str, *, seen: str = "", wanted: str = "", fix: str) -> SpotDeployError:

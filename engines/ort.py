@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spot_deploy.engines.contracts import WEIGHT_PRECISIONS, Array, GraphSignature, TargetInputs, TargetOutputs
-from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError, backend_missing
-from spot_deploy.engines.prefix import HostSession
+import numpy as np
+
+from spot_deploy.engines import cuda
+from spot_deploy.engines.contracts import (
+    WEIGHT_PRECISIONS,
+    Array,
+    GraphSignature,
+    TargetInputs,
+    TargetOutputs,
+    TargetSession,
+)
+from spot_deploy.engines.cuda import DeviceView
+from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError, backend_missing, refuse_clash
+from spot_deploy.engines.prefix import DeviceSession, HostSession
 
 PROVIDERS = {
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
 }
+DEVICE = "cuda"  # where tensors of the GPU providers lie, in ONNX Runtime's words
 LAYOUT = "split"
 _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool", "tensor(float16)": "float16"}
 
@@ -33,17 +44,7 @@ def require() -> None:
         import onnxruntime  # noqa: F401
     except (ImportError, OSError) as error:
         raise backend_missing("onnxruntime", "cpu", str(error)) from error
-    names = {(d.metadata["Name"] or "").lower().replace("_", "-") for d in importlib.metadata.distributions()}
-    clash = sorted(n for n in names if n in ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino"))
-    if len(clash) > 1:
-        raise SpotDeployError(
-            "backend-clash",
-            "several ONNX Runtime packages are installed and overwrite each other's files",
-            seen=", ".join(clash),
-            wanted="one of them",
-            fix=f"pip uninstall {' '.join(clash)}, then install the one you want",
-            exit_code=ENVIRONMENT,
-        )
+    refuse_clash("ONNX Runtime", ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino"))
 
 
 def versions() -> dict[str, str]:
@@ -80,8 +81,9 @@ def require_device(provider: str, targets: Sequence[str] = ()) -> None:
             "onnxruntime-gpu",
             'pip uninstall onnxruntime, then pip install "spot-deploy[gpu]"',
         )
-    if not _loads("libcuda.so.1"):
-        raise missing("libcuda.so.1 cannot be loaded", "an NVIDIA driver", "install the driver, or --provider cpu")
+    if lacking := cuda.missing_driver():
+        raise missing(lacking, "an NVIDIA driver and a GPU", "install the driver, or --provider cpu")
+    cuda.versions()  # raises where cuda-python is missing
     if provider == "tensorrt" and not _loads("libnvinfer.so.10"):
         newer = "; libnvinfer.so.11 is there, which this package cannot use" if _loads("libnvinfer.so.11") else ""
         raise missing(
@@ -149,16 +151,26 @@ def _open(path: Path, signature: GraphSignature, threads: int, which: str, provi
     return session
 
 
-class Target(HostSession):
-    """The target graph on ONNX Runtime (see contracts.TargetSession)."""
+def Target(  # noqa: N802 - what the other backend modules have as a class
+    path: Path, signature: GraphSignature, threads: int, precision: str = "f32", provider: str = "cpu"
+) -> TargetSession:
+    """The target graph on a provider of ONNX Runtime."""
+    _check_precision(precision)
+    session = _open(path, signature, threads, "target", provider)
+    return HostTarget(session, signature) if provider == "cpu" else DeviceTarget(session, signature)
 
-    def __init__(
-        self, path: Path, signature: GraphSignature, threads: int, precision: str = "f32", provider: str = "cpu"
-    ):
-        _check_precision(precision)
-        self._session = _open(path, signature, threads, "target", provider)
+
+def _head_names(signature: GraphSignature) -> list[str]:
+    return [t.name for t in signature.outputs if t.name not in (*signature.kept_names, "logits")]
+
+
+class HostTarget(HostSession):
+    """On the CPU (see contracts.TargetSession)."""
+
+    def __init__(self, session: Any, signature: GraphSignature):
+        self._session = session
         self._past, self._kept = signature.past_names, signature.kept_names
-        self._head = [t.name for t in signature.outputs if t.name not in (*self._kept, "logits")]
+        self._head = _head_names(signature)
 
     def run(self, inputs: TargetInputs, *, keep: bool) -> TargetOutputs:
         names = [*self._head, "logits", *(self._kept if keep else [])]
@@ -176,6 +188,58 @@ class Target(HostSession):
             rest_lse_raw=found.get("rest_lse_raw"),
             row=row,
             kept=[found[n] for n in self._kept] if keep else [],
+        )
+
+
+class DeviceTarget(DeviceSession):
+    """On a GPU (see contracts.TargetSession), with IO binding: the prefix lies there, and all but the head stays there.
+
+    Attributes:
+        downloaded: bytes that passes brought to the host so far.
+    """
+
+    def __init__(self, session: Any, signature: GraphSignature):
+        dtypes = {t.name: t.dtype for t in (*signature.inputs, *signature.outputs)}
+        super().__init__(dtypes[signature.past_names[0]])
+        self._session, self._dtypes = session, dtypes
+        self._past, self._kept = signature.past_names, signature.kept_names
+        self._head = _head_names(signature)
+        self.downloaded = 0
+
+    def run(self, inputs: TargetInputs, *, keep: bool) -> TargetOutputs:
+        binding = self._session.io_binding()
+        for name, array in inputs.small().items():
+            binding.bind_cpu_input(name, np.ascontiguousarray(array))
+        past = self.on_device(inputs.past, self._copies)
+        for name, buffer in zip(self._past, past, strict=True):
+            binding.bind_input(name, DEVICE, 0, np.dtype(buffer.dtype), buffer.shape, buffer.address)
+        stay = ["logits", *(self._kept if keep else [])]
+        for name in self._head:
+            binding.bind_output(name)
+        for name in stay:
+            binding.bind_output(name, DEVICE)
+        self._session.run_with_iobinding(binding)
+        binding.synchronize_outputs()
+        values = dict(zip((*self._head, *stay), binding.get_outputs(), strict=True))
+        head = {name: values[name].numpy() for name in self._head}
+        self.downloaded += sum(array.nbytes for array in head.values())
+        views = {n: DeviceView(self._dtypes[n], values[n].shape(), values[n].data_ptr(), values[n]) for n in stay}
+
+        def row(index: int) -> Array:
+            logits = views["logits"]
+            found: Array = np.empty(logits.shape[1:], np.float32)
+            logits.download(found, self._copies, index * found.nbytes)
+            self._copies.wait()
+            self.downloaded += found.nbytes
+            return found
+
+        return TargetOutputs(
+            top_logits=head["top_logits"],
+            top_ids=head["top_ids"],
+            rest_lse=head["rest_lse"],
+            rest_lse_raw=head.get("rest_lse_raw"),
+            row=row,
+            kept=[views[name] for name in self._kept] if keep else [],
         )
 
 

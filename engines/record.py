@@ -18,8 +18,9 @@ from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
 from spot_deploy.engines.files import read_json, sha256, write_json
 
 FORMAT = "spot-deploy-engine"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 RECORD = "engine.json"
+LAYERS = ".layers.json"  # after a role: what the compiled engine consists of
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class EngineInputs:
         layout, precision, threads: how it is opened.
         budgets, requests: what its profiles cover.
         targets: compute capabilities that it is compiled for, such as sm89; empty on CPU.
+        portable: ways in which a compiled engine is portable (see backends.PORTABLE).
+        strip: whether it was compiled without weights, which come from the bundle when it is opened.
         versions: packages and processor, which together decide its last bits.
     """
 
@@ -44,6 +47,8 @@ class EngineInputs:
     budgets: tuple[int, ...]
     requests: int
     targets: tuple[str, ...]
+    portable: tuple[str, ...]
+    strip: bool
     versions: Mapping[str, str]
 
     def __post_init__(self) -> None:
@@ -59,6 +64,8 @@ class EngineInputs:
             and self.budgets[:1] == (0,),
             f"versions {self.versions!r}": isinstance(self.versions, Mapping),
             f"targets {self.targets!r}": all(isinstance(target, str) for target in self.targets),
+            f"portable {self.portable!r}": set(self.portable) <= set(backends.PORTABLE),
+            f"strip {self.strip!r}": isinstance(self.strip, bool),
         }
         bad = [text for text, right in checks.items() if not right]
         if bad:
@@ -68,7 +75,7 @@ class EngineInputs:
     def from_dict(cls, document: Mapping[str, Any]) -> EngineInputs:
         """From JSON values; raises KeyError, TypeError or ValueError if they are not those of an engine."""
         values = {f.name: document[f.name] for f in fields(cls)}
-        for name in ("budgets", "targets"):
+        for name in ("budgets", "targets", "portable"):
             if type(values[name]) is not list:
                 raise TypeError(f"{name} is {values[name]!r}")
             values[name] = tuple(values[name])
@@ -153,6 +160,15 @@ def write_record(folder: Path, record: EngineRecord) -> None:
 
 def build_command(bundle: Path, backend: str) -> str:
     return f"spot-deploy build-engine {shlex.quote(str(bundle))} --backend {backend}"
+
+
+def same_build(bundle: Path, inputs: EngineInputs) -> str:
+    """The command that builds with the same options."""
+    parts = [build_command(bundle, inputs.backend), f"--provider {inputs.provider}", f"--layout {inputs.layout}"]
+    parts += [f"--precision {inputs.precision}", f"--threads {inputs.threads}", f"--requests {inputs.requests}"]
+    parts += [f"--budgets {','.join(map(str, inputs.budgets))}"]
+    parts += [f"--target {target}" for target in inputs.targets] + [f"--portable {way}" for way in inputs.portable]
+    return " ".join([*parts, *(["--strip"] if inputs.strip else [])])
 
 
 def read_record(bundle: Path, backend: str) -> EngineRecord:
@@ -259,21 +275,21 @@ def open_record(bundle: Path, backend: str, bundle_id: str) -> EngineRecord:
             exit_code=ENVIRONMENT,
         )
     backends.require_device(backend, inputs.provider, inputs.targets)
-    installed = backends.versions(backend)
+    if record.probe is None:
+        raise SpotDeployError(
+            "engine-unproven",
+            "the engine was built on a machine that could not run it, so nothing is known of its exactness",
+            fix=same_build(bundle, record.inputs) + "  (proves the engine that is there, and compiles nothing)",
+            exit_code=ENVIRONMENT,
+        )
+    installed = backends.versions(backend, inputs.provider)
     if dict(record.inputs.versions) != installed:
         raise SpotDeployError(
             "engine-elsewhere",
             "the engine was built with other versions or on another processor, so its probe says nothing here",
             seen=str(installed),
             wanted=str(dict(record.inputs.versions)),
-            fix=build,
-            exit_code=ENVIRONMENT,
-        )
-    if record.probe is None:
-        raise SpotDeployError(
-            "engine-unproven",
-            "the engine was built on a machine that could not run it, so nothing is known of its exactness",
-            fix=build + " --force, on this machine",
+            fix=same_build(bundle, record.inputs),
             exit_code=ENVIRONMENT,
         )
     return record

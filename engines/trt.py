@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from spot_deploy.engines import cuda, trt_run
-from spot_deploy.engines.contracts import GraphSignature, TargetShape
-from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError, usage_error
+from spot_deploy.engines.contracts import Compiled, GraphSignature, TargetShape
+from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError, refuse_clash, usage_error
 from spot_deploy.engines.files import atomic_path, sha256
+from spot_deploy.engines.inspector import Layer
 from spot_deploy.engines.profiles import Limits, Shape, order_profile, target_profiles
 
 Shapes = Mapping[str, tuple[Shape, Shape, Shape]]  # by input: least, best, largest
@@ -33,6 +34,8 @@ _INSTALL = {
         "; its libraries are not on PyPI, only on NVIDIA's own index",
     ),
 }
+_HARDWARE = {"same-sm": "SAME_COMPUTE_CAPABILITY", "ampere-plus": "AMPERE_PLUS"}
+_CUDA_MAJORS = range(11, 20)  # packages exist for each, and write the same folder
 _LOG_LINES = 4  # of TensorRT's log that an error quotes
 _NO_DRIVER = "cudaError 35"
 _CACHE_FORMAT = b"spot-deploy timing cache 1"
@@ -53,6 +56,15 @@ class BuildJob:
     path: Path
     signature: GraphSignature
     profiles: Mapping[str, Shapes]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How engines are built: compute capabilities (`choose_capabilities`), ways to be portable, without weights."""
+
+    capabilities: tuple[str, ...] = ()
+    portable: tuple[str, ...] = ()
+    strip: bool = False
 
 
 def target_job(role: str, path: Path, signature: GraphSignature, shape: TargetShape, limits: Limits) -> BuildJob:
@@ -97,6 +109,7 @@ class TensorRT:
         if importlib.util.find_spec(self._package) is None:
             raise self._missing()
         self._import()
+        refuse_clash(self.name, (f"{self.name}-cu{major}-bindings" for major in _CUDA_MAJORS))
 
     def _missing(self, seen: str = "") -> SpotDeployError:
         command, note = _INSTALL[self._package]
@@ -111,7 +124,7 @@ class TensorRT:
 
     def versions(self) -> dict[str, str]:
         """Versions that decide what an engine computes."""
-        return {self.name: str(self._import().__version__)}
+        return {self.name: str(self._import().__version__)} | cuda.versions()
 
     def providers(self) -> tuple[str, ...]:
         """What executes."""
@@ -128,14 +141,14 @@ class TensorRT:
             SpotDeployError: there is not, or cuda-python is not installed (exit code 4).
         """
         self._require_driver("run")
-        found = cuda.device()
-        if targets and found["capability"] not in targets:
+        found = cuda.capability()
+        if targets and found not in targets:
             raise SpotDeployError(
                 "engine-capability",
                 f"the {self.name} engine was built for other GPUs",
-                seen=found["capability"],
+                seen=found,
                 wanted=", ".join(targets),
-                fix="build-engine " + " ".join(f"--target {t}" for t in (*targets, found["capability"])),
+                fix="build-engine " + " ".join(f"--target {t}" for t in (*targets, found)),
                 exit_code=ENVIRONMENT,
             )
 
@@ -176,6 +189,27 @@ class TensorRT:
             )
         return tuple(name for name in known if name in names)
 
+    def choose_portability(self, portable: Sequence[str]) -> None:
+        """Check that engines can be made portable in these ways.
+
+        Raises:
+            SpotDeployError: they cannot, or two exclude each other (exit code 2).
+        """
+        if portable and self.ahead_of_time:
+            raise usage_error(
+                "portable",
+                f"{self.name} has no portable engines of this kind",
+                seen=", ".join(portable),
+                wanted="one engine for several GPUs is what --target is for; it is for one version of the package",
+                fix="name all compute capabilities with --target",
+            )
+        if len(set(portable) & set(_HARDWARE)) > 1:
+            raise usage_error(
+                "portable",
+                f"{' and '.join(_HARDWARE)} exclude each other",
+                fix="choose same-sm for GPUs of one compute capability, ampere-plus for all from sm80 on",
+            )
+
     def compile(
         self,
         *,
@@ -198,6 +232,8 @@ class TensorRT:
         folder: Path,
         *,
         capabilities: Sequence[str] = (),
+        portable: Sequence[str] = (),
+        strip: bool = False,
         timing_caches: Path | None = None,
         say: Callable[[str], None] = lambda _: None,
         warn: Callable[[str], None] = lambda _: None,
@@ -207,6 +243,8 @@ class TensorRT:
         Args:
             jobs: see `target_job` and `order_job`.
             capabilities: see `choose_capabilities`; one engine holds all of them.
+            portable: see `backends.PORTABLE`.
+            strip: leave weights out; they are read from the ONNX file when the engine is opened.
             timing_caches: a folder of files that keep what was measured while building, one per version and
                 capabilities; made if missing. A file that is damaged or of something else is replaced, which `warn` is
                 told. (TensorRT for RTX measures nothing while building, so there they stay empty.)
@@ -222,7 +260,9 @@ class TensorRT:
                 or the builder refuses, or that is not the one the signature describes (1). The error quotes TensorRT.
         """
         trt = self._import()
-        chosen = self.choose_capabilities(capabilities)
+        self.choose_portability(portable)
+        settings = Settings(self.choose_capabilities(capabilities), tuple(portable), strip)
+        chosen = settings.capabilities
         if not self.ahead_of_time:
             self._require_driver("build")
         key = " ".join((self.name, str(trt.__version__), *chosen))
@@ -233,31 +273,38 @@ class TensorRT:
             for job in jobs:
                 say(f"building {job.role} for {', '.join(chosen) or 'this GPU'}, {len(job.profiles)} profiles")
                 path = engines.enter_context(atomic_path(folder / f"{job.role}.engine"))
-                graphs[job.role] = _Build(trt, self.name, job).run(path, chosen, cache)
+                graphs[job.role] = _Build(trt, self.name, job).run(path, settings, cache)
         facts["timing_cache"] = cache.facts()
         return facts | {"graphs": graphs}
 
     def Target(  # noqa: N802 - what the other backend modules have as a class
-        self, path: Path, signature: GraphSignature, threads: int, precision: str, provider: str = "gpu"
+        self, path: Path, signature: GraphSignature, threads: int, precision: str, provider: str, compiled: Compiled
     ) -> trt_run.Target:
         """A target engine, opened.
 
         Raises:
-            SpotDeployError: driver or package missing (exit code 4), or TensorRT refuses the engine.
+            SpotDeployError: driver or package missing, too little GPU memory (exit code 4), another file than was
+                built, weights that do not fit, or TensorRT refuses the engine.
         """
-        return trt_run.Target(self._open(path, signature), signature)
+        return trt_run.Target(self._open(path, signature, compiled), signature)
 
     def OrderModel(  # noqa: N802
-        self, path: Path, signature: GraphSignature, threads: int, precision: str, provider: str = "gpu"
+        self, path: Path, signature: GraphSignature, threads: int, precision: str, provider: str, compiled: Compiled
     ) -> trt_run.OrderModel:
         """An order model engine; as `Target`."""
-        return trt_run.OrderModel(self._open(path, signature), signature)
+        return trt_run.OrderModel(self._open(path, signature, compiled), signature)
 
-    def _open(self, path: Path, signature: GraphSignature) -> trt_run.Engine:
+    def layers(self, session: trt_run.Target | trt_run.OrderModel) -> list[Layer]:
+        """The layers of an open engine, as TensorRT's inspector gives them."""
+        return session.engine.layers()
+
+    def _open(self, path: Path, signature: GraphSignature, compiled: Compiled) -> trt_run.Engine:
         self._require_driver("run")
+        weights = compiled.weights and compiled.weights.parent / "weights.safetensors"
+        cuda.require_memory(path, *([weights] if weights else []))
         trt = self._import()
         log: deque[str] = deque(maxlen=_LOG_LINES)
-        return trt_run.Engine(trt, self.name, path, signature, _logger(trt, log), log)
+        return trt_run.Engine(trt, self.name, path, signature, _logger(trt, log), log, compiled)
 
     def _require_driver(self, verb: str) -> None:
         missing = cuda.missing_driver()
@@ -278,7 +325,7 @@ class _Build:
         self.log: deque[str] = deque(maxlen=_LOG_LINES)
         self.logger = _logger(trt, self.log)
 
-    def run(self, path: Path, capabilities: Sequence[str], cache: _TimingCache) -> dict[str, Any]:
+    def run(self, path: Path, settings: Settings, cache: _TimingCache) -> dict[str, Any]:
         """Parse, check, build, write to `path`; returns the facts of this graph."""
         trt, job, start = self.trt, self.job, time.monotonic()
         builder = self.made("a builder", lambda: trt.Builder(self.logger))
@@ -288,9 +335,11 @@ class _Build:
         self.check_interface(network)
         config = self.made("a builder configuration", builder.create_builder_config)
         config.clear_flag(trt.BuilderFlag.TF32)  # on by default: a float32 engine would multiply with 10 bits
-        if capabilities:
-            config.num_compute_capabilities = len(capabilities)
-        for index, name in enumerate(capabilities):
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # names and dtypes of layers, for the inspector
+        self.set_flags(config, settings)
+        if settings.capabilities:
+            config.num_compute_capabilities = len(settings.capabilities)
+        for index, name in enumerate(settings.capabilities):
             self.agreed(
                 f"capability {name}", config.set_compute_capability(getattr(trt.ComputeCapability, name.upper()), index)
             )
@@ -316,6 +365,24 @@ class _Build:
             "bytes": path.stat().st_size,
             "seconds": round(time.monotonic() - start, 2),
         }
+
+    def set_flags(self, config: Any, settings: Settings) -> None:
+        """Set what was asked for, and see that TensorRT took it: it refuses flags by a line in its log alone.
+
+        DISTRIBUTIVE_INDEPENDENCE is what the layout `split` would want; engines with several profiles cannot have it.
+        """
+        flags = self.trt.BuilderFlag
+        wanted = {"VERSION_COMPATIBLE": "version" in settings.portable}
+        # The weights that come back are those that were left out, and some versions drop biases under plain REFIT.
+        wanted |= dict.fromkeys(("STRIP_PLAN", "REFIT_IDENTICAL"), settings.strip)
+        for name in (name for name, on in wanted.items() if on):
+            flag = getattr(flags, name)
+            config.set_flag(flag)
+            self.agreed(f"the flag {name}", bool(config.get_flag(flag)))
+        for way in (way for way in settings.portable if way in _HARDWARE):
+            level = getattr(self.trt.HardwareCompatibilityLevel, _HARDWARE[way])
+            config.hardware_compatibility_level = level
+            self.agreed(f"the compatibility {way}", config.hardware_compatibility_level == level)
 
     def made(self, what: str, make: Callable[[], Any]) -> Any:
         """What `make` gives, or an error: TensorRT returns None or raises."""

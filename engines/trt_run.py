@@ -7,6 +7,7 @@ profiles allow and never move, so that passes of one shape over one prefix can b
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 import weakref
@@ -19,9 +20,18 @@ from typing import Any
 import numpy as np
 
 from spot_deploy.engines import cuda
-from spot_deploy.engines.contracts import Array, GraphSignature, TargetInputs, TargetOutputs, TargetShape, TensorSpec
-from spot_deploy.engines.cuda import DeviceArray, DeviceView, Stream, copy_columns
-from spot_deploy.engines.errors import SpotDeployError
+from spot_deploy.engines.contracts import (
+    Array,
+    Compiled,
+    GraphSignature,
+    TargetInputs,
+    TargetOutputs,
+    TensorSpec,
+)
+from spot_deploy.engines.cuda import DeviceArray, DeviceView, Stream
+from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
+from spot_deploy.engines.inspector import Layer, parse_layers
+from spot_deploy.engines.prefix import DeviceSession
 
 Shape = tuple[int, ...]
 MOST_GRAPHS = 64  # of one lane: budgets times buckets, and prefixes at other addresses
@@ -33,7 +43,7 @@ DTYPES = {  # TensorRT's names
     "INT32": "int32",
     "BOOL": "bool",
 }
-_REBUILD = "spot-deploy build-engine again, on or for this GPU"
+_REBUILD = "spot-deploy build-engine --force, on or for this GPU"
 _NUMPY = {"float32": np.float32, "int64": np.int64, "bool": np.bool_}
 
 
@@ -44,17 +54,29 @@ class Engine:
         trt: the package.
         name: of the package, for errors.
         log: TensorRT's last error lines, which `logger` fills.
+        compiled: the file's digest, and what its kind needs.
     """
 
-    def __init__(self, trt: Any, name: str, path: Path, signature: GraphSignature, logger: Any, log: deque[str]):
+    def __init__(
+        self,
+        trt: Any,
+        name: str,
+        path: Path,
+        signature: GraphSignature,
+        logger: Any,
+        log: deque[str],
+        compiled: Compiled,
+    ):
         self.trt, self.name, self.path, self._log = trt, name, path, log
-        try:
-            plan = path.read_bytes()
-        except OSError as error:
-            raise self.failed("the engine file cannot be read", str(error)) from error
+        plan = self._read(compiled.sha256)
         # The runtime must outlive its engines.
         self._runtime = self.made("a runtime", lambda: trt.Runtime(logger))
+        self._require_valid(plan)
+        if compiled.host_code:
+            self._runtime.engine_host_code_allowed = True  # these bytes are those that were built: see _read
         self.engine = self.made("an engine", lambda: self._runtime.deserialize_cuda_engine(plan))
+        if compiled.weights is not None:
+            self._refit(compiled.weights, logger)
         names = [self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)]
         reported = [(n, self.dtype(n), tuple(int(d) for d in self.engine.get_tensor_shape(n))) for n in names]
         order = {t.name: i for i, t in enumerate((*signature.inputs, *signature.outputs))}
@@ -64,6 +86,70 @@ class Engine:
             {spec.name: self._profile_shape(spec.name, index) for spec in signature.inputs}
             for index in range(self.engine.num_optimization_profiles)
         ]
+
+    def _read(self, digest: str) -> memoryview:
+        """The file's bytes, mapped; checked here, where they are used, as an engine may hold code for the host."""
+        try:
+            plan = np.memmap(self.path, np.uint8, mode="r").data
+        except (OSError, ValueError) as error:
+            raise self.failed("the engine file cannot be read", str(error)) from error
+        found = hashlib.sha256(plan).hexdigest()
+        if found != digest:
+            raise SpotDeployError(
+                "engine-damaged",
+                f"{self.path.name} is not the file that was built",
+                seen=f"sha256 {found}",
+                wanted=f"sha256 {digest}",
+                fix=_REBUILD,
+            )
+        return plan
+
+    def _require_valid(self, plan: memoryview) -> None:
+        """Ask TensorRT what stands against a plan, where it can be asked (TensorRT for RTX)."""
+        ask = getattr(self._runtime, "get_engine_validity", None)
+        if ask is None:
+            return
+        validity, reasons = ask(plan)
+        if validity == self.trt.EngineValidity.INVALID:
+            bits = self.trt.EngineInvalidityDiagnostics.__members__
+            said = [name.lower().replace("_", " ") for name, bit in bits.items() if int(bit) & int(reasons)]
+            raise SpotDeployError(
+                "engine-invalid",
+                f"{self.name} cannot run {self.path.name} here",
+                seen=", ".join(said) or f"diagnostics {int(reasons)}",
+                fix=_REBUILD,
+                exit_code=ENVIRONMENT,
+            )
+
+    def _refit(self, onnx: Path, logger: Any) -> None:
+        """Give an engine that was built without weights those of the bundle, all of them."""
+        trt = self.trt
+        refitter = self.made("a refitter", lambda: trt.Refitter(self.engine, logger))
+        reader = self.made("a reader of weights", lambda: trt.OnnxParserRefitter(refitter, logger))
+        if reader.refit_from_file(str(onnx)) is False:
+            errors = [reader.get_error(index) for index in range(reader.num_errors)]
+            said = [error.desc() for error in errors if error is not None]
+            raise self.failed(f"{self.name} does not take the weights of {onnx.name}", *said, code="engine-refit")
+        # Weights that nobody has set count as missing only where TensorRT has merged them with others.
+        unset = [name for name in refitter.get_all_weights() if not refitter.get_named_weights(name).size]
+        missing = sorted({*unset, *refitter.get_missing_weights()})
+        if missing:
+            what = f"{onnx.name} leaves {len(missing)} weights of the engine without values"
+            raise self.failed(what, ", ".join(missing[:5]), code="engine-refit")
+        self.agreed("the weights", refitter.refit_cuda_engine())
+
+    def layers(self) -> list[Layer]:
+        """What the engine consists of, as the inspector tells.
+
+        Raises:
+            SpotDeployError: its JSON is not understood.
+        """
+        inspector = self.made("an inspector", self.engine.create_engine_inspector)
+        text = inspector.get_engine_information(self.trt.LayerInformationFormat.JSON)
+        try:
+            return parse_layers(text)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise self.failed("the inspector's account is not understood", str(error)) from error
 
     def dtype(self, name: str) -> str:
         """As in engines.contracts."""
@@ -131,10 +217,10 @@ class Engine:
         if answer is False or (isinstance(answer, (list, tuple)) and answer):
             raise self.failed(f"{self.name} refuses {what}", *(map(str, answer) if answer else ()))
 
-    def failed(self, what: str, *said: str) -> SpotDeployError:
+    def failed(self, what: str, *said: str, code: str = "engine-run") -> SpotDeployError:
         lines = [" ".join(line.split()) for line in said or self._log]
         return SpotDeployError(
-            "engine-run", f"{what} ({self.path.name})", seen=" | ".join(lines) or "nothing in its log", fix=_REBUILD
+            code, f"{what} ({self.path.name})", seen=" | ".join(lines) or "nothing in its log", fix=_REBUILD
         )
 
 
@@ -145,10 +231,9 @@ class _Context:
         self._engine, self._stream = engine, stream
         self._raw, self._profile = engine.context(scratch), -1
 
-    def prepare(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
-        """Set the shapes of all inputs and the addresses of all tensors."""
+    def prepare(self, profile: int, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
+        """Set the profile, the shapes of all inputs and the addresses of all tensors."""
         agreed, context = self._engine.agreed, self._raw
-        profile = self._engine.choose(shapes)
         if profile != self._profile:
             agreed("its own profile", context.set_optimization_profile_async(profile, int(self._stream)))
             self._profile = profile
@@ -176,6 +261,7 @@ class _Recorded:
 
     graph: cuda.Graph
     context: _Context
+    shapes: dict[str, Shape]
 
 
 class _Lane:
@@ -215,38 +301,38 @@ class _Lane:
             SpotDeployError: TensorRT refuses, no profile fits, or a replay differs.
         """
         shapes = {n: tuple(x.shape) for n, x in feeds.items()} | {n: x.shape for n, x in outside.items()}
-        tensors = {**self.inputs, **outside, **self.outputs}
-        addresses = {name: array.address for name, array in tensors.items()}
-        self._engine.choose(shapes)
-        for name, array in feeds.items():
-            self.inputs[name].upload(np.ascontiguousarray(array), self.stream)
         key = (*shapes.values(), *(array.address for array in outside.values()))
         recorded = self._recorded.get(key)
+        profile = -1 if recorded is not None else self._engine.choose(shapes)  # before anything is copied
+        for name, array in feeds.items():
+            self.inputs[name].upload(np.ascontiguousarray(array), self.stream)
         if recorded is not None:
             recorded.graph.launch(self.stream)
-            return {name: recorded.context.output_shape(name) for name in self.outputs}
-        self._context.prepare(shapes, addresses)
+            return recorded.shapes
+        tensors = {**self.inputs, **outside, **self.outputs}
+        addresses = {name: array.address for name, array in tensors.items()}
+        self._context.prepare(profile, shapes, addresses)
         self._context.execute()
         found = {name: self._context.output_shape(name) for name in self.outputs}
         if key in self._recorded and self._context.capturable():
-            self._recorded[key] = self._record(shapes, addresses, {name: found[name] for name in head})
+            context = _Context(self._engine, self._scratch, self.stream)
+            context.prepare(profile, shapes, addresses)
+            self._recorded[key] = self._record(context, found, head)
         else:
             self._recorded[key] = None
         if len(self._recorded) > MOST_GRAPHS:
             del self._recorded[next(iter(self._recorded))]
         return found
 
-    def _record(
-        self, shapes: Mapping[str, Shape], addresses: Mapping[str, int], head: Mapping[str, Shape]
-    ) -> _Recorded:
+    def _record(self, context: _Context, shapes: dict[str, Shape], head: Sequence[str]) -> _Recorded:
+        """The pass that has just been run, recorded from a context that is prepared for it."""
+
         def outputs() -> list[bytes]:
-            found = [self.fetch(name, shape) for name, shape in head.items()]
+            found = [self.fetch(name, shapes[name]) for name in head]
             self.stream.wait()
             return [array.tobytes() for array in found]
 
         wanted = outputs()
-        context = _Context(self._engine, self._scratch, self.stream)
-        context.prepare(shapes, addresses)
         context.execute()  # what it puts off until the first pass must not be recorded
         self.stream.wait()
         graph = self.stream.record(context.execute)
@@ -257,7 +343,7 @@ class _Lane:
                 f"a replayed CUDA graph of {self._engine.path.name} gives other results than the pass itself",
                 fix="report this with the versions of driver and TensorRT",
             )
-        return _Recorded(graph, context)
+        return _Recorded(graph, context, shapes)
 
     def fetch(self, name: str, shape: Shape, offset: int = 0) -> Array:
         """A copy of an output, or a part of it from `offset` bytes on; there once the stream has waited."""
@@ -292,65 +378,28 @@ class _Results:
         return DeviceView(output.dtype, self._shapes[name], output.address, self)
 
 
-class DevicePrefix:
-    """Keys and values on the GPU, [1, H, size, D] each (see engines.prefix)."""
-
-    def __init__(self, arrays: list[DeviceArray], size: int, stream: Stream):
-        self.arrays, self.size, self._stream = arrays, size, stream
-        for array in arrays:
-            array.clear(stream)
-        stream.wait()
-
-    @property
-    def past(self) -> DevicePrefix:
-        return self
-
-    def write(self, kept: Sequence[DeviceView], source: slice, start: int) -> None:
-        for buffer, new in zip(self.arrays, kept, strict=True):
-            count = source.stop - source.start
-            copy_columns(buffer, start, new, source.start, count, self._stream, rows=buffer.shape[1])
-        self._stream.wait()
-
-    def take(self, other: DevicePrefix, count: int) -> None:
-        for buffer, before in zip(self.arrays, other.arrays, strict=True):
-            copy_columns(buffer, 0, before, 0, count, self._stream, rows=buffer.shape[1])
-        self._stream.wait()
-
-
-class Target:
+class Target(DeviceSession):
     """A target engine (see contracts.TargetSession).
 
     Attributes:
+        engine: what it runs.
         downloaded: bytes that passes brought to the host so far.
     """
 
     def __init__(self, engine: Engine, signature: GraphSignature):
-        self._engine, self._signature = engine, signature
+        super().__init__(next(t.dtype for t in signature.inputs if t.name == signature.past_names[0]))
+        self.engine, self._signature = engine, signature
         self._past, self._kept = signature.past_names, signature.kept_names
         self._head = [t.name for t in signature.outputs if t.name not in (*self._kept, "logits")]
         self._free: list[_Lane] = []
-        self._spare: dict[Shape, list[list[DeviceArray]]] = {}
-        self._copies = Stream()
         self._lock = threading.Lock()
-        self._dtype = next(t.dtype for t in signature.inputs if t.name in self._past)
         self.downloaded = 0
-
-    def prefix(self, shape: TargetShape, size: int) -> DevicePrefix:
-        """An empty prefix. Buffers are used again, at the same addresses, for which passes may have been recorded."""
-        dims = (1, shape.kv_heads, size, shape.head_dim)
-        spare = self._spare.setdefault(dims, [])
-        arrays = spare.pop() if spare else [DeviceArray(self._dtype, dims) for _ in range(2 * shape.layers)]
-        prefix = DevicePrefix(arrays, size, self._copies)
-        weakref.finalize(prefix, spare.append, arrays).atexit = False
-        return prefix
 
     def run(self, inputs: TargetInputs, *, keep: bool) -> TargetOutputs:
         """One pass. What it kept, and its full logits, are there until the outputs are let go."""
         lane = self._lane()
-        feeds, past = inputs.small(), inputs.past
-        arrays = past.arrays if isinstance(past, DevicePrefix) else [self._upload(x, lane.stream) for x in past]
-        outside = dict(zip(self._past, arrays, strict=True))
-        results = _Results(lane, lane.run(feeds, outside, self._head))
+        outside = dict(zip(self._past, self.on_device(inputs.past, lane.stream), strict=True))
+        results = _Results(lane, lane.run(inputs.small(), outside, self._head))
         weakref.finalize(results, self._free.append, lane).atexit = False
         head = results.fetch(self._head)
         self.downloaded += sum(array.nbytes for array in head.values())
@@ -358,7 +407,7 @@ class Target:
         if wrong.any():
             raise SpotDeployError(
                 "engine-nan",
-                f"{self._engine.path.name} gives logits that are no numbers",
+                f"{self.engine.path.name} gives logits that are no numbers",
                 seen=f"{int(wrong.sum())} of {len(wrong)} rows",
                 fix="build-engine --precision bf16 or f32: float16 overflows in some networks",
             )
@@ -377,25 +426,19 @@ class Target:
             kept=[results.view(name) for name in self._kept] if keep else [],
         )
 
-    def _upload(self, array: Array, stream: Stream) -> DeviceArray:
-        """A prefix tensor from the host, float32 there: what probes make up."""
-        found = DeviceArray(self._dtype, array.shape)
-        found.upload(cuda.as_dtype(array, self._dtype), stream)
-        stream.wait()
-        return found
-
     def _lane(self) -> _Lane:
         try:
             return self._free.pop()
         except IndexError:
             with self._lock:
-                return _Lane(self._engine, self._signature, self._past)
+                return _Lane(self.engine, self._signature, self._past)
 
 
 class OrderModel:
     """An order model engine (see contracts.OrderSession)."""
 
     def __init__(self, engine: Engine, signature: GraphSignature):
+        self.engine = engine
         self._lane, self._lock = _Lane(engine, signature, ()), threading.Lock()
 
     def run(self, features: Array, state_id: Array, depth: Array, masked: Array) -> Array:

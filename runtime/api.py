@@ -154,10 +154,10 @@ class Runtime:
         """
         manifest, inputs = bundle.manifest, record.inputs
         if target is None:
-            target = bundle.open_target(inputs, threads=threads, engines=engines)
+            target = bundle.open_target(record, threads=threads, engines=engines)
         order = None
         if manifest.speculation.order_model:
-            order = bundle.open_order_model(inputs, threads=threads, engines=engines)
+            order = bundle.open_order_model(record, threads=threads, engines=engines)
         text = Text(bundle.path, manifest.decoding.reserved, manifest.named_tokens)
         text.check_golden(bundle.path)
         spec = manifest.speculation

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from spot_deploy.engines import backends
-from spot_deploy.engines.contracts import OrderSession, TargetSession, target_role
+from spot_deploy.engines.contracts import Compiled, OrderSession, TargetSession, target_role
 from spot_deploy.engines.errors import SpotDeployError, usage_error
 from spot_deploy.engines.files import sha256
-from spot_deploy.engines.record import EngineInputs, engine_folder
+from spot_deploy.engines.record import EngineInputs, EngineRecord, engine_folder
 from spot_deploy.runtime.manifest import FileEntry, Manifest, read_manifest, to_document
 
 
@@ -46,7 +46,7 @@ class Bundle:
         return role
 
     def open_target(
-        self, inputs: EngineInputs, *, threads: int | None = None, engines: Path | None = None
+        self, record: EngineRecord, *, threads: int | None = None, engines: Path | None = None
     ) -> TargetSession:
         """Open the target as an engine says.
 
@@ -54,34 +54,34 @@ class Bundle:
             threads: in place of the engine's.
             engines: folder of compiled engines, in place of the bundle's own.
         """
-        role = self.target_role(inputs)
-        return backends.open_target(
-            inputs.backend,
-            self._opened(role, inputs, engines),
-            self.manifest.graph(role)[1],
-            threads=threads or inputs.threads,
-            precision=inputs.precision,
-            provider=inputs.provider,
-        )
+        role = self.target_role(record.inputs)
+        return backends.open_target(record.inputs.backend, **self._opened(role, record, threads, engines))
 
     def open_order_model(
-        self, inputs: EngineInputs, *, threads: int | None = None, engines: Path | None = None
+        self, record: EngineRecord, *, threads: int | None = None, engines: Path | None = None
     ) -> OrderSession:
         """Open the order model likewise."""
-        return backends.open_order_model(
-            inputs.backend,
-            self._opened("order", inputs, engines),
-            self.manifest.graph("order")[1],
-            threads=threads or inputs.threads,
-            precision=inputs.precision,
-            provider=inputs.provider,
-        )
+        return backends.open_order_model(record.inputs.backend, **self._opened("order", record, threads, engines))
 
-    def _opened(self, role: str, inputs: EngineInputs, engines: Path | None) -> Path:
-        """The file that a backend opens: a compiled engine, or the ONNX file itself."""
-        if not backends.compiles(inputs.backend):
-            return self.graph_path(role)
-        return (engines or engine_folder(self.path, inputs.backend)) / f"{role}.engine"
+    def _opened(self, role: str, record: EngineRecord, threads: int | None, engines: Path | None) -> dict[str, Any]:
+        """What a backend opens: a compiled engine, or the ONNX file itself."""
+        inputs, path = record.inputs, self.graph_path(role)
+        options: dict[str, Any] = {
+            "path": path,
+            "signature": self.manifest.graph(role)[1],
+            "threads": threads or inputs.threads,
+            "precision": inputs.precision,
+            "provider": inputs.provider,
+        }
+        if backends.compiles(inputs.backend):
+            name = f"{role}.engine"
+            options["path"] = (engines or engine_folder(self.path, inputs.backend)) / name
+            options["compiled"] = Compiled(
+                sha256=record.files[name]["sha256"],
+                host_code="version" in inputs.portable,
+                weights=path if inputs.strip else None,
+            )
+        return options
 
 
 def bundle_id(document: Mapping[str, Any]) -> str:

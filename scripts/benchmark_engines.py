@@ -3,11 +3,8 @@
 Methods take turns prompt by prompt (cost curves: pass by pass), so that drift of the machine meets all of them; figures
 are medians over repeats with their spread. Run it alone on the machine. Parts:
 
-* curves: the cost c(S) = t(S) / t(1) of a pass over S states, engine time only, in one prefix bucket that is filled to
-  three quarters. `half`: a random quarter to three quarters of every state is masked, half on average, also at S = 1,
-  since that is the average over draft-free passes too; the number of computed rows changes from pass to pass, as in
-  decoding. `all`: everything is masked, the dearest pass. `opening` is the two-segment pass between blocks.
-  `ceiling`: what drafts that are all right and cost nothing would gain.
+* curves: the cost c(S) = t(S) / t(1) of a pass over S states, engine time only (see spot_deploy/costs.py). `opening`:
+  the two-segment pass between blocks; `ceiling`: what drafts that are all right and cost nothing would gain.
 * decode: tokens/s draft-free and with SPOT at the manifest's budgets. With the curves, also the bound of a free joint
   oracle: the recorded draft-free trajectory is replayed with a drafter that knows the true order, and the true token
   where it is among 32 stale candidates, and that drafts nothing else. Each of its passes is charged t(states) and its
@@ -46,6 +43,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spot_deploy import verification
+from spot_deploy.costs import MASKS, CurveOptions, cost_curves, pass_seconds, spread
 from spot_deploy.engines import backends
 from spot_deploy.engines.contracts import GRAPH_PRECISIONS, TargetSession
 from spot_deploy.engines.errors import SpotDeployError
@@ -61,15 +59,13 @@ from spot_deploy.runtime.api import Runtime
 from spot_deploy.runtime.bundle import Bundle, open_bundle
 from spot_deploy.runtime.decode import DecodeOptions
 from spot_deploy.runtime.drafters import OracleDrafter
-from spot_deploy.runtime.manifest import Decoding
 from spot_deploy.runtime.noise import Noise
-from spot_deploy.runtime.state import Commit, State
-from spot_deploy.runtime.target import BlockCausalTarget, block_causal
+from spot_deploy.runtime.state import Commit
+from spot_deploy.runtime.target import block_causal
 from spot_deploy.training.prompts import read_prompts
 from spot_deploy.training.replay import Trajectory
 
 PARTS = ("curves", "decode", "torch")
-CURVES = ("half", "all")
 SHOWN = (2, 3, 4, 7, 9, 13, 21)  # columns of the printed curves
 ORACLE_TOP = 32
 NEAR_TIE = 1e-3  # of log-odds: float32 engines may order such a pair differently
@@ -154,12 +150,6 @@ class Reference:
     trajectory: Trajectory
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, quartiles and extremes."""
-    names = ("min", "q1", "median", "q3", "max")
-    return {name: float(v) for name, v in zip(names, np.percentile(values, (0, 25, 50, 75, 100)), strict=True)}
-
-
 def say(text: str) -> None:
     print(f"{datetime.datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
 
@@ -189,6 +179,8 @@ def open_engines(bundle: Bundle, args: argparse.Namespace, *, probe: bool) -> It
             budgets=manifest.speculation.budgets,
             requests=1,
             targets=(),
+            portable=(),
+            strip=False,
             versions=backends.versions(backend),
         )
         try:
@@ -196,11 +188,11 @@ def open_engines(bundle: Bundle, args: argparse.Namespace, *, probe: bool) -> It
         except SpotDeployError:
             continue  # the bundle has no graph of this precision
         say(f"opening {backend} {precision}" + (" and probing it" if probe else ""))
-        session = bundle.open_target(inputs)
-        found: dict[str, Any] = {"strict": False, "states": 1}
+        record = EngineRecord(inputs, [], {"strict": False, "states": 1}, None, None, {}, {}, "")
+        session = bundle.open_target(record)
         if probe:
             found = verification.invariance(bundle, session, inputs.budgets, inputs.requests)
-        record = EngineRecord(inputs, [], found, None, None, {}, {}, "")
+            record = replace(record, probe=found)
         runtime = Runtime.from_bundle(bundle, record, target=session)
         yield Engine(f"{backend} {precision}", precision, session, runtime), role
 
@@ -254,100 +246,7 @@ def write_graph(folder: Path, checkpoint: Checkpoint) -> Path:
     return folder / "target.onnx"
 
 
-# Cost curves
-
-
-def cost_curves(
-    session: TargetSession,
-    decoding: Decoding,
-    width: int,
-    prefix: int,
-    budgets: Sequence[int],
-    args: argparse.Namespace,
-) -> dict[str, Any]:
-    """Engine seconds of passes over S states of `width` positions, and what follows from them.
-
-    The block width is a free symbol of the graph, so one engine serves all.
-    """
-    decoding = replace(
-        decoding, block_width=width, max_positions=prefix, buckets=(prefix,), prefill_positions=max(width, prefix)
-    )
-    rng = np.random.default_rng(0)
-    target = BlockCausalTarget(session, decoding, 0.0)
-    filled = max(width, min(prefix * 3 // 4, prefix - width) // width * width)
-    target.cache.reserve(filled)
-    for buffer in target.cache.past:
-        buffer[:] = rng.standard_normal(buffer.shape)
-    block = filled // width
-
-    def state(masked: int) -> State:
-        tokens = rng.integers(0, decoding.mask_id, width)
-        tokens[rng.permutation(width)[:masked]] = decoding.mask_id
-        return State(block, tokens, decoding.mask_id)
-
-    def engine_seconds(run: Callable[[], object]) -> float:
-        target.cache.length, before = filled, target.seconds
-        run()
-        return float(target.seconds - before)
-
-    def verify(kind: str, count: int) -> float:
-        low, high = (width // 4, width - width // 4) if kind == "half" else (width, width)
-        states = [state(max(1, int(rng.integers(low, high + 1)))) for _ in range(count)]
-        return engine_seconds(lambda: target.verify(states, count - 1))
-
-    def opening() -> float:
-        finished, fresh = state(0).tokens, replace(state(width), block=block + 1)
-        target.finish(finished)
-        return engine_seconds(lambda: target.open(fresh))
-
-    shapes = [(kind, count) for kind in args.masks for count in sorted({1, *args.states})]
-    seen: dict[tuple[str, int], list[float]] = {shape: [] for shape in shapes}
-    opened: list[float] = []
-    for shape in (shapes[0], shapes[-1]) if args.short_warm_up else shapes:
-        verify(*shape)
-    opening()
-    began = time.perf_counter()
-    for done in range(args.curve_repeats):
-        if done and time.perf_counter() - began > args.curve_seconds:
-            break
-        for shape in shapes:
-            seen[shape].append(verify(*shape))
-        opened.append(opening())
-    curves = {}
-    for kind in args.masks:
-        single = float(np.median(seen[kind, 1]))
-        curves[kind] = {
-            str(count): {"seconds": spread(seen[kind, count]), "c": float(np.median(seen[kind, count])) / single}
-            for kind_, count in shapes
-            if kind_ == kind
-        }
-    found = {
-        "width": width,
-        "prefix_bucket": prefix,
-        "prefix_filled": filled,
-        "repeats": len(opened),
-        "opening": spread(opened),
-        "curves": curves,
-    }
-    most = max(count for _, count in shapes)
-    return found | {"ceiling": {str(b): ceiling(found, b) for b in budgets if 0 < b < most}}
-
-
-def pass_seconds(curve: Mapping[str, Any], states: int) -> float:
-    """Median time of a pass over `states`, between measured sizes by a straight line."""
-    points = next(iter(curve["curves"].values()))  # `half` where it was measured
-    return float(np.interp(states, [int(s) for s in points], [p["seconds"]["median"] for p in points.values()]))
-
-
-def ceiling(curve: Mapping[str, Any], budget: int) -> float:
-    """Gain on a block if every draft were right: r masked positions take one pass over min(budget + 1, r) states."""
-    single, left, drafted = pass_seconds(curve, 1), curve["width"] - 1, 0.0
-    plain = curve["opening"]["median"] + left * single
-    while left:
-        states = min(budget + 1, left)
-        drafted += pass_seconds(curve, states)
-        left -= states
-    return float(plain / (curve["opening"]["median"] + drafted))
+# Decoding
 
 
 def oracle_bound(
@@ -364,9 +263,6 @@ def oracle_bound(
         # An oracle knows which of its drafts would fail and leaves them out.
         oracle += openings + sum(pass_seconds(curve, 1 + accepted) for _, accepted in rounds)
     return plain / oracle, plain
-
-
-# Decoding
 
 
 def engine_methods(
@@ -795,7 +691,7 @@ def measure_bundle(
         for engine in engines:
             for width in args.widths if random else [decoding.block_width]:
                 say(f"{entry['name']}: curves of {engine.name}, width {width}")
-                curve = cost_curves(engine.session, decoding, width, prefix, budgets, args)
+                curve = cost_curves(engine.session, decoding, width, prefix, budgets, curve_options(args))
                 entry["curves"].append({"engine": engine.name, **curve})
                 if width == decoding.block_width:
                     own[engine.name] = curve
@@ -860,12 +756,16 @@ def measure_random_curves(report: Report, console: Console, folder: Path, args: 
         entry["engines"][name] = {"graph": graph.name, "probed_exact_budget": None}
         for width in args.widths:
             say(f"random {size}: curves of {name}, width {width}")
-            curve = cost_curves(session, decoding, width, prefix, budgets, args)
+            curve = cost_curves(session, decoding, width, prefix, budgets, curve_options(args))
             entry["curves"].append({"engine": name, **curve})
             report.write()
         del session
         gc.collect()
     print_curves(console, entry["name"], entry["curves"])
+
+
+def curve_options(args: argparse.Namespace) -> CurveOptions:
+    return CurveOptions(args.states, args.masks, args.curve_repeats, args.curve_seconds, args.short_warm_up)
 
 
 def _list(kind: Callable[[str], Any], allowed: Sequence[Any] = ()) -> Callable[[str], list[Any]]:
@@ -911,7 +811,7 @@ def parse_arguments() -> argparse.Namespace:
         "--random-states", type=_list(int), default=[1, 2, 3, 4, 6, 9, 13, 17, 21], metavar="S,...", help="if random"
     )
     curves.add_argument("--widths", type=_list(int), default=[4, 16, 32], help="of random targets; bundles: their own")
-    curves.add_argument("--masks", type=_list(str, CURVES), default=list(CURVES))
+    curves.add_argument("--masks", type=_list(str, MASKS), default=list(MASKS))
     curves.add_argument("--prefix", type=int, help="prefix bucket; default: the middle one")
     curves.add_argument("--curve-repeats", type=int, default=15)
     curves.add_argument("--curve-seconds", type=float, default=60, help="begin no further repeat of a curve after this")

@@ -164,6 +164,8 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, help="results file (JSON)")
     args = parser.parse_args()
     config = SHAPES[args.shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
+    if args.work:
+        args.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.work, prefix="benchmark-") as name:
         checkpoint, bundle = Path(name) / "checkpoint", Path(name) / "out.spot"
         checkpoint.mkdir()

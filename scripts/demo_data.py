@@ -35,13 +35,13 @@ BOILERPLATE = (
 )
 # kind -> (share of the examples, reasoning-gym options)
 GENERATED = {
-    "gsm_symbolic": (0.12, {}),
-    "word_sequence_reversal": (0.16, {"min_words": 4, "max_words": 9}),
-    "word_sorting": (0.10, {"min_words": 3, "max_words": 6, "max_word_length": 7}),
-    "number_filtering": (0.12, {"max_numbers": 8, "max_decimals": 1}),
-    "number_sorting": (0.12, {"max_numbers": 8, "max_decimals": 1}),
-    "rotate_matrix": (0.12, {"min_n": 3, "max_n": 5, "max_rotations": 3}),
-    "spiral_matrix": (0.12, {"min_n": 3, "max_n": 5}),
+    "gsm_symbolic": (0.03, {}),
+    "word_sequence_reversal": (0.22, {"min_words": 4, "max_words": 9}),
+    "word_sorting": (0.04, {"min_words": 3, "max_words": 6, "max_word_length": 7}),
+    "number_filtering": (0.14, {"max_numbers": 8, "max_decimals": 1}),
+    "number_sorting": (0.13, {"max_numbers": 8, "max_decimals": 1}),
+    "rotate_matrix": (0.20, {"min_n": 3, "max_n": 5, "max_rotations": 3}),
+    "spiral_matrix": (0.16, {"min_n": 3, "max_n": 5}),
 }
 # kind -> where its question begins, after explanations that are the same every time
 BEGINNINGS = {"spiral_matrix": "For the matrix below"}
@@ -95,7 +95,7 @@ def examples(count: int, seed: int, data: Path | None, held_out: bool) -> list[d
     for kind, (share, _) in GENERATED.items():
         pool += generated(kind, max(1, round(count * share)), HELD_OUT_SEED + seed if held_out else seed)
     rng = random.Random(seed)
-    for source, share in ((stories, 0.07), (data_to_text, 0.07)):
+    for source, share in ((stories, 0.04), (data_to_text, 0.04)):
         items = source(data) if data else []
         keys = sorted({item["prompt"] for item in items})
         reserved = set(keys[::50])

@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -18,11 +19,14 @@ from typing import Any
 from spot_deploy import verification
 from spot_deploy.child import run_in_child
 from spot_deploy.engines import backends
-from spot_deploy.engines.errors import SpotDeployError
-from spot_deploy.engines.files import staged_folder
+from spot_deploy.engines.contracts import TargetSession
+from spot_deploy.engines.errors import VERIFICATION, SpotDeployError
+from spot_deploy.engines.files import staged_folder, write_json
+from spot_deploy.engines.inspector import summary, wrong_precision
 from spot_deploy.engines.machine import Estimate, estimate, peak_memory
 from spot_deploy.engines.profiles import Limits, Profile, target_profiles
 from spot_deploy.engines.record import (
+    LAYERS,
     EngineInputs,
     EngineRecord,
     damaged_files,
@@ -47,6 +51,8 @@ class BuildOptions:
         budgets: draft budgets to serve, from 0; None takes the bundle's.
         requests: requests in one pass at most.
         targets: compute capabilities to compile for (TensorRT-RTX), such as sm89.
+        portable: ways in which a compiled engine shall be portable (TensorRT; see backends.PORTABLE).
+        strip: compile without weights, which then come from the bundle when the engine is opened.
     """
 
     backend: str = "onnxruntime"
@@ -57,6 +63,8 @@ class BuildOptions:
     budgets: tuple[int, ...] | None = None
     requests: int = 1
     targets: tuple[str, ...] = ()
+    portable: tuple[str, ...] = ()
+    strip: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,7 @@ class Plan:
     Attributes:
         changes: what differs from the engine that is there; None: there is none that can be read.
         last_seconds: how long the last build of this backend took here.
+        reuse: the compiled engine that is there stays, and is only proven.
     """
 
     bundle: Bundle
@@ -74,6 +83,7 @@ class Plan:
     estimate: Estimate
     changes: list[str] | None
     last_seconds: float | None
+    reuse: bool = False
 
     @property
     def up_to_date(self) -> bool:
@@ -88,31 +98,38 @@ def plan_build(path: Path, options: BuildOptions) -> Plan:
     """
     backend = options.backend
     backends.require(backend)
+    backends.choose_portability(backend, options.portable, options.strip)
     bundle = open_bundle(path)
+    provider = backends.choose_provider(backend, options.provider)
     inputs = EngineInputs(
         bundle_id=bundle.manifest.bundle_id,
         backend=backend,
-        provider=backends.choose_provider(backend, options.provider),
+        provider=provider,
         layout=options.layout or backends.default_layout(backend),
         precision=backends.choose_precision(backend, options.precision),
         threads=1 if backends.compiles(backend) else options.threads or backends.default_threads(),
         budgets=_budgets(bundle.manifest, options.budgets),
         requests=options.requests,
         targets=backends.choose_targets(backend, options.targets),
-        versions=backends.versions(backend),
+        portable=tuple(way for way in backends.PORTABLE if way in options.portable),
+        strip=options.strip,
+        versions=backends.versions(backend, provider),
     )
     bundle.target_role(inputs)
     limits = engine_limits(bundle.manifest, inputs)
     profiles = tuple(target_profiles(limits))
     changes: list[str] | None = None
     last = None
+    reuse = False
     if record_path(path, backend).is_file():
         with contextlib.suppress(SpotDeployError):  # damaged or of an older version: what is built now replaces it
             record = read_record(path, backend)
             changes, last = record.inputs.changes(inputs), record.build["seconds"]
-            changes += damaged_files(engine_folder(path, backend), record)
+            faults = damaged_files(engine_folder(path, backend), record)
             if not changes and json.dumps(record.profiles) != json.dumps([asdict(profile) for profile in profiles]):
-                changes.append("profiles: others than this version makes")
+                faults.append("profiles: others than this version makes")
+            reuse = backends.compiles(backend) and not faults and _could_be_proven(record, inputs)
+            changes += faults + ["proof: none by what is installed here; the engine itself stays"] * reuse
     return Plan(
         bundle,
         inputs,
@@ -128,7 +145,26 @@ def plan_build(path: Path, options: BuildOptions) -> Plan:
         ),
         changes,
         last,
+        reuse,
     )
+
+
+def _could_be_proven(record: EngineRecord, inputs: EngineInputs) -> bool:
+    """Whether the compiled engine that is there is the one that is wanted, and lacks a proof that can be had here.
+
+    So it is with one that was compiled where it cannot run, and with one that is portable to a later version.
+    """
+    there = record.inputs
+    fixed = set() if "version" in there.portable else {there.backend}
+    if not there.targets and not {"same-sm", "ampere-plus"} & set(there.portable):
+        fixed.add("gpu")
+    versions = dict(inputs.versions) | {name: v for name, v in there.versions.items() if name in fixed}
+    if replace(there, versions=versions) != inputs or (record.probe is not None and there == inputs):
+        return False
+    with contextlib.suppress(SpotDeployError):
+        backends.require_device(inputs.backend, inputs.provider, inputs.targets)
+        return True
+    return False
 
 
 def _budgets(manifest: Manifest, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
@@ -198,10 +234,13 @@ def build_planned(
     try:
         with staged_folder(folder, force=True, ours=is_engine) as stage:
             if in_child:
-                arguments = {"path": str(path), "stage": str(stage), "inputs": asdict(plan.inputs)}
+                arguments = {
+                    "path": str(path), "stage": str(stage), "inputs": asdict(plan.inputs),
+                    "reuse": plan.reuse and not force,
+                }  # fmt: skip
                 run_in_child("spot_deploy.building:make_in_child", arguments, say)
             else:
-                make_engine(plan.bundle, stage, plan.inputs, say)
+                make_engine(plan.bundle, stage, plan.inputs, say, reuse=plan.reuse and not force)
     except BaseException:
         if not parent_was_there:
             with contextlib.suppress(OSError):
@@ -210,13 +249,17 @@ def build_planned(
     return read_record(path, backend), True
 
 
-def make_in_child(path: str, stage: str, inputs: dict[str, Any], *, say: Say) -> None:
+def make_in_child(path: str, stage: str, inputs: dict[str, Any], reuse: bool, *, say: Say) -> None:
     """`make_engine` with arguments that pass through JSON. The parent has checked the bundle's contents."""
-    make_engine(open_bundle(Path(path), contents=False), Path(stage), EngineInputs.from_dict(inputs), say)
+    bundle = open_bundle(Path(path), contents=False)
+    make_engine(bundle, Path(stage), EngineInputs.from_dict(inputs), say, reuse=reuse)
 
 
-def make_engine(bundle: Bundle, stage: Path, inputs: EngineInputs, say: Say) -> None:
+def make_engine(bundle: Bundle, stage: Path, inputs: EngineInputs, say: Say, *, reuse: bool = False) -> None:
     """Build and prove an engine in the folder `stage`.
+
+    Args:
+        reuse: take the compiled files of the engine that is there.
 
     Raises:
         SpotDeployError: the backend refuses the graph, or a gate failed (exit code 3).
@@ -234,8 +277,9 @@ def make_engine(bundle: Bundle, stage: Path, inputs: EngineInputs, say: Say) -> 
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
     if backends.compiles(inputs.backend):
-        record = _compile(bundle, record, inputs, stage, say)
-        if _runs_here(inputs, say):
+        make = _take_compiled if reuse else _compile
+        record = make(bundle, record, stage, say)
+        if reuse or _runs_here(inputs, say):
             record = _prove(bundle, record, inputs, say, engines=stage)
     else:
         record = _prove(bundle, record, inputs, say)
@@ -243,9 +287,23 @@ def make_engine(bundle: Bundle, stage: Path, inputs: EngineInputs, say: Say) -> 
     write_record(stage, replace(record, build=dict(record.build) | {"seconds": seconds, "peak_memory": peak_memory()}))
 
 
-def _compile(bundle: Bundle, record: EngineRecord, inputs: EngineInputs, stage: Path, say: Say) -> EngineRecord:
+def _take_compiled(bundle: Bundle, record: EngineRecord, stage: Path, say: Say) -> EngineRecord:
+    """The compiled files of the engine that is there, in the staging folder too."""
+    backend = record.inputs.backend
+    before = read_record(bundle.path, backend)
+    say("taking the compiled engine that is there")
+    for name in before.files:
+        source = engine_folder(bundle.path, backend) / name
+        try:
+            os.link(source, stage / name)
+        except OSError:  # a file system without links
+            shutil.copy2(source, stage / name)
+    return replace(record, files=before.files, build={"seconds": 0.0, "compiler": before.build["compiler"]})
+
+
+def _compile(bundle: Bundle, record: EngineRecord, stage: Path, say: Say) -> EngineRecord:
     """Compiled engine files of the target and the order model; nothing is proven of them here."""
-    manifest = bundle.manifest
+    manifest, inputs = bundle.manifest, record.inputs
     limits = engine_limits(manifest, inputs)
     role = bundle.target_role(inputs)
     order = manifest.graph("order")[1] if manifest.speculation.order_model else None
@@ -257,6 +315,8 @@ def _compile(bundle: Bundle, record: EngineRecord, inputs: EngineInputs, stage: 
         limits=limits,
         folder=stage,
         capabilities=inputs.targets,
+        portable=inputs.portable,
+        strip=inputs.strip,
         timing_caches=timing_caches(),
         say=say,
         warn=lambda text: say(f"warning: {text}"),
@@ -294,7 +354,9 @@ def _prove(
     """
     backend, precision = inputs.backend, inputs.precision
     say(f"opening {bundle.target_role(inputs)}")
-    session = bundle.open_target(inputs, engines=engines)
+    session = bundle.open_target(record, engines=engines)
+    if engines is not None:
+        record = replace(record, build=dict(record.build) | {"layers": _layers(bundle, session, inputs, engines)})
     close, _ = (verification.require(g, backend) for g in verification.elementwise(bundle, session, precision))
     say("comparing states alone and among others")
     probe = verification.invariance(bundle, session, inputs.budgets, inputs.requests)
@@ -311,3 +373,25 @@ def _prove(
             gate = verification.speculative_equality(runtime, session, bundle, inputs.budgets, probe)
             found = verification.require(gate, backend).figures
     return replace(record, smoke=smoke, audit=found)
+
+
+def _layers(bundle: Bundle, session: TargetSession, inputs: EngineInputs, stage: Path) -> dict[str, Any]:
+    """Write what the compiled target consists of beside it, and check that it computes in its graph's precision.
+
+    Raises:
+        SpotDeployError: it computes in another (exit code 3).
+    """
+    layers = backends.engine_layers(inputs.backend, session)
+    role = bundle.target_role(inputs)
+    write_json(stage / f"{role}{LAYERS}", [asdict(layer) for layer in layers])
+    wrong = wrong_precision(layers, inputs.precision)
+    if wrong is not None:
+        raise SpotDeployError(
+            "engine-precision",
+            f"the {inputs.backend} engine does not compute in {inputs.precision}",
+            seen=wrong,
+            wanted=f"what the graph {role} is written in",
+            fix="choose the --precision that it does compute in; if the graph is right, report this with your versions",
+            exit_code=VERIFICATION,
+        )
+    return {role: summary(layers)}

@@ -18,6 +18,7 @@ from spot_deploy.cli.common import (
     spinner,
     stderr_console,
 )
+from spot_deploy.engines.backends import PORTABLE
 from spot_deploy.engines.contracts import GRAPH_PRECISIONS, LAYOUTS
 
 if TYPE_CHECKING:
@@ -51,6 +52,16 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--target", "targets", multiple=True, metavar="smXY", help="Compute capability to compile for; repeatable."
+)
+@click.option(
+    "--portable",
+    multiple=True,
+    type=click.Choice(PORTABLE),
+    help="TensorRT: an engine for later versions of TensorRT, for every GPU of this one's compute capability, or for "
+    "sm80 and above; repeatable. TensorRT for RTX: use --target.",
+)
+@click.option(
+    "--strip", is_flag=True, help="TensorRT: an engine without weights; they come from the bundle at loading."
 )
 @click.option("--force", is_flag=True, help="Build even if the engine is up to date.")
 @click.option("--explain", is_flag=True, help="Say what differs from the engine that is there; build nothing.")
@@ -101,6 +112,7 @@ def describe(record: EngineRecord) -> str:
     facts = [f"{inputs.layout}, {inputs.precision}" + ("" if inputs.targets else f", {inputs.threads} threads")]
     if inputs.targets:
         facts.append("for " + ", ".join(inputs.targets))
+    facts += [f"portable: {way}" for way in inputs.portable] + ["without weights"] * inputs.strip
     for name, entry in record.files.items():
         facts.append(f"{name} {entry['bytes'] / 1e6:.1f} MB")
     if record.probe is None or record.smoke is None:
@@ -132,6 +144,8 @@ def _plan_document(plan: Plan) -> dict[str, Any]:
 def _show_plan(plan: Plan, bundle: Path, *, whole: bool) -> None:
     from rich.console import Console
 
+    from spot_deploy.engines.record import same_build
+
     inputs = plan.inputs
     if plan.changes is None:
         click.echo("there is no engine of this backend that can be read: it would be built")
@@ -145,11 +159,7 @@ def _show_plan(plan: Plan, bundle: Path, *, whole: bool) -> None:
     free = ["unknown" if n is None else f"{n / 1e9:.2f} GB free" for n in (estimate.memory_free, estimate.disk_free)]
     click.echo(f"memory   about {estimate.memory / 1e9:.2f} GB ({free[0]})")
     click.echo(f"disk     about {estimate.disk / 1e6:.1f} MB ({free[1]}), in {bundle}/engines/{inputs.backend}")
-    command = ["spot-deploy build-engine", str(bundle), f"--backend {inputs.backend}", f"--provider {inputs.provider}"]
-    command += [f"--layout {inputs.layout}", f"--precision {inputs.precision}", f"--threads {inputs.threads}"]
-    command += [f"--budgets {','.join(map(str, inputs.budgets))}", f"--requests {inputs.requests}"]
-    command += [f"--target {target}" for target in inputs.targets]
-    click.echo(f"command  {' '.join(command)}")
+    click.echo(f"command  {same_build(bundle, inputs)}")
     _show_profiles([asdict(profile) for profile in plan.profiles], Console(highlight=False, soft_wrap=True))
 
 

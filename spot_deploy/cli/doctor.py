@@ -38,6 +38,7 @@ def _show(report: dict[str, Any]) -> None:
     for backend in report["backends"]:
         mark = "can run" if backend["runs"] else "no" if not backend["builds"] else "can build, not run"
         click.echo(f"  {backend['name']:24}{mark}: {backend['why']}")
+        click.echo(f"  {'':24}seen to work by its makers: {backend['proven']}")
     click.echo("packages")
     for name, version in report["packages"].items():
         click.echo(f"  {name:24}{version or 'not installed'}")

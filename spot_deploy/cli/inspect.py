@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -34,10 +34,12 @@ def command(bundle: Path, layers: bool, as_json: bool) -> None:
         if record_path(bundle, backend).is_file():
             engines[backend] = read_record(bundle, backend)
     parts = _layers(opened) if layers else {}
+    compiled = _compiled_layers(bundle, list(engines)) if layers else {}
     if as_json:
         shown = {name: asdict(record) for name, record in engines.items()}
         documents = {role: [part.as_dict() for part in found] for role, found in parts.items()}
-        emit(to_document(manifest) | {"engines": shown} | ({"layers": documents} if layers else {}))
+        more = {"layers": documents, "engine_layers": compiled} if layers else {}
+        emit(to_document(manifest) | {"engines": shown} | more)
         return
     decoding, speculation, source = manifest.decoding, manifest.speculation, manifest.source
     lines = {
@@ -73,6 +75,8 @@ def command(bundle: Path, layers: bool, as_json: bool) -> None:
         click.echo(f"engine    {name}: {describe(record)}; {dict(record.inputs.versions)}")
     if layers:
         _show_layers(parts)
+        for name, found in compiled.items():
+            _show_compiled(name, found)
 
 
 def _layers(bundle: Bundle) -> dict[str, list[Part]]:
@@ -82,6 +86,32 @@ def _layers(bundle: Bundle) -> dict[str, list[Part]]:
     from spot_deploy.export.summary import graph_parts
 
     return {role: graph_parts(bundle.graph_path(role)) for role in bundle.manifest.graphs}
+
+
+def _compiled_layers(bundle: Path, backends: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """By engine file, the layers that the compiler's inspector told when it was proven."""
+    from spot_deploy.engines.files import read_json
+    from spot_deploy.engines.record import LAYERS, engine_folder
+
+    found = {}
+    for backend in backends:
+        for path in sorted(engine_folder(bundle, backend).glob(f"*{LAYERS}")):
+            name = f"{backend} {path.name.removesuffix(LAYERS)}"
+            found[name] = read_json(
+                path, code="engine-layers", fix=f"build-engine {bundle} --backend {backend} --force"
+            )
+    return found
+
+
+def _show_compiled(name: str, entries: list[dict[str, Any]]) -> None:
+    from spot_deploy.engines.inspector import Layer, summary
+
+    facts = summary([Layer(e["name"], e["kind"], e["tactic"], tuple(e["dtypes"])) for e in entries])
+    kinds = ", ".join(f"{kind} {count}" for kind, count in facts["layers"].items())
+    dtypes = ", ".join(f"{dtype} {count}" for dtype, count in facts["dtypes"].items())
+    click.echo(f"layers of {name}: {len(entries)}; {kinds}; in {dtypes or 'dtypes that TensorRT does not tell'}")
+    for entry in entries:
+        click.echo(f"  {entry['kind']:20} {','.join(entry['dtypes']):24} {entry['name']}")
 
 
 def _show_layers(parts: dict[str, list[Part]]) -> None:

@@ -32,7 +32,7 @@ def command(context: click.Context, bundle: Path, backend: str, as_json: bool) -
     opened = open_bundle(bundle)
     record = open_record(bundle, backend, opened.manifest.bundle_id)
     with spinner(f"verifying {backend}") as say:
-        session = opened.open_target(record.inputs)
+        session = opened.open_target(record)
         with Runtime.from_bundle(opened, record, target=session) as runtime:
             inputs = record.inputs
             gates = verify_engine(

@@ -23,7 +23,7 @@ def engine(request, quantised_bundle):
     """A bundle, its record, and an open session."""
     backend, precision = request.param
     bundle = open_bundle(quantised_bundle)
-    session = bundle.open_target(inputs(bundle, backend, precision))
+    session = bundle.open_target(record(bundle, backend, precision, None))
     decoding = bundle.manifest.decoding
     probe = probe_invariance(session, decoding.shape, decoding.block_width, decoding.buckets, 9)
     return bundle, record(bundle, backend, precision, probe), session
@@ -31,7 +31,9 @@ def engine(request, quantised_bundle):
 
 def inputs(bundle, backend, precision):
     versions = backends.versions(backend)
-    return EngineInputs(bundle.manifest.bundle_id, backend, "cpu", "split", precision, 1, (0, 3, 8), 1, (), versions)
+    return EngineInputs(
+        bundle.manifest.bundle_id, backend, "cpu", "split", precision, 1, (0, 3, 8), 1, (), (), False, versions
+    )
 
 
 def record(bundle, backend, precision, probe):

@@ -12,13 +12,14 @@ import sys
 import threading
 from dataclasses import replace
 
+import gpu_double
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
 from spot_deploy import SpotDeployError
-from spot_deploy.engines import backends, trt
-from spot_deploy.engines.contracts import LAYOUTS, GraphSignature, TensorSpec, order_signature, target_role
+from spot_deploy.engines import backends, cuda, trt
+from spot_deploy.engines.contracts import LAYOUTS, Compiled, GraphSignature, TensorSpec, order_signature, target_role
 from spot_deploy.engines.files import sha256
 from spot_deploy.engines.profiles import Limits
 from spot_deploy.runtime.manifest import read_manifest
@@ -412,14 +413,15 @@ def test_running_says_what_is_missing(load, words, backend, order, monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", load)
     for opener in (backend.Target, backend.OrderModel):
         with pytest.raises(SpotDeployError, match=words) as caught:
-            opener(order.path, order.signature, 1, "bf16")
+            opener(order.path, order.signature, 1, "bf16", "gpu", Compiled(""))
         assert caught.value.exit_code == 4
         assert "\n" not in caught.value.what
 
 
 def test_running_here_is_refused_through_the_common_door(order):
+    options = {"threads": 1, "precision": "bf16", "compiled": Compiled("")}
     with pytest.raises(SpotDeployError) as caught:
-        backends.open_target("tensorrt-rtx", order.path, order.signature, threads=1, precision="bf16")
+        backends.open_target("tensorrt-rtx", order.path, order.signature, **options)
     assert caught.value.exit_code == 4
 
 
@@ -432,13 +434,58 @@ def test_full_tensorrt_looks_for_a_driver_before_it_makes_a_builder(order, tmp_p
     assert caught.value.exit_code == 4
 
 
-def test_full_tensorrt_takes_the_same_path(order, tmp_path, monkeypatch):
-    """With the other package's module in its place: no capability is set, the rest is the same."""
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: Driver(0))
+@pytest.fixture
+def full(monkeypatch):
+    """TensorRT on a machine with a GPU, with the other package's module in its place."""
+    monkeypatch.setattr(cuda, "missing_driver", lambda: None)
+    monkeypatch.setattr(cuda, "_runtime", gpu_double.CudaRuntime)
     monkeypatch.setattr(trt.FULL, "_import", lambda: rtx)
-    facts = trt.FULL.build([order], tmp_path)
+    return trt.FULL
+
+
+def test_full_tensorrt_takes_the_same_path(full, order, tmp_path):
+    """No capability is set, the rest is the same."""
+    facts = full.build([order], tmp_path)
     assert facts["capabilities"] == []
     assert facts["graphs"]["order"]["bytes"] == (tmp_path / "order.engine").stat().st_size
+
+
+def test_portability_that_tensorrt_does_not_take_is_an_error(full, order, tmp_path):
+    """Here a package that has none at all: it says so in a log line and goes on, or gives no plan."""
+    with pytest.raises(SpotDeployError, match="refuses the compatibility ampere-plus for order"):
+        full.build([order], tmp_path, portable=("ampere-plus",))
+    with pytest.raises(SpotDeployError, match="did not give an engine for order") as caught:
+        full.build([order], tmp_path, portable=("version",))
+    assert caught.value.code == "engine-build"
+    assert not list(tmp_path.glob("*.engine"))
+
+
+def test_an_engine_without_weights_cannot_be_compiled_without_a_gpu(order, tmp_path):
+    error = refused_with(order, tmp_path, strip=True)
+    assert "CUDA" in error.seen
+    assert not list(tmp_path.glob("*.engine"))
+
+
+def refused_with(job, folder, **options):
+    with pytest.raises(SpotDeployError, match="did not give an engine") as caught:
+        build(job, folder, **options)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("backend", "portable", "words"),
+    [
+        ("tensorrt-rtx", ("version",), "has no portable engines"),
+        ("tensorrt-rtx", ("same-sm",), "has no portable engines"),
+        ("tensorrt", ("same-sm", "ampere-plus"), "exclude each other"),
+        ("onnxruntime", ("version",), "there is no engine file to make portable"),
+    ],
+)
+def test_portability_that_cannot_be_is_a_usage_error(backend, portable, words, monkeypatch):
+    monkeypatch.setattr(trt.TensorRT, "require", lambda _: None)
+    with pytest.raises(SpotDeployError, match=words) as caught:
+        backends.choose_portability(backend, portable, False)
+    assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize(("name", "extra"), [("tensorrt-rtx", "[rtx]"), ("tensorrt", "[tensorrt]")])

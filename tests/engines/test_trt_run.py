@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+import sys
 from collections import deque
+from dataclasses import replace
+from types import SimpleNamespace
 
 import gpu_double
 import numpy as np
 import pytest
+import tensorrt_rtx as rtx
+from tensorrt_api import bindings, describe
 
 from spot_deploy import Runtime, SpotDeployError, build_engine
 from spot_deploy.engines import cuda, ort, trt, trt_run
+from spot_deploy.engines.contracts import Compiled
 from spot_deploy.engines.files import sha256
 from spot_deploy.engines.profiles import Limits, target_profiles
 from spot_deploy.runtime.decode import DecodeOptions, Figures, decode
@@ -39,12 +50,14 @@ def engine(tiny_bundle, tmp_path, runtime):
         window=decoding.window,
     )
     profiles = [p.shapes(decoding.shape) for p in target_profiles(limits)]
-    path = gpu_double.write_plan(tmp_path / "target.engine", tiny_bundle / "target-split.onnx", profiles)
+    onnx = tiny_bundle / "target-split.onnx"
 
-    def make(**faults):
+    def make(compiled=None, kind=None, **faults):
+        path = gpu_double.write_plan(tmp_path / "target.engine", onnx, profiles, **(kind or {}))
         log = deque(maxlen=4)
         double = gpu_double.TensorRt(runtime, **faults)
-        return trt_run.Engine(double, "tensorrt-rtx", path, signature, trt._logger(double, log), log)
+        compiled = replace(compiled or Compiled(""), sha256=sha256(path))
+        return trt_run.Engine(double, "tensorrt-rtx", path, signature, trt._logger(double, log), log, compiled)
 
     return decoding, signature, make
 
@@ -85,16 +98,65 @@ def test_cuda_doubles_have_real_names(name):
     assert hasattr(real, name)
 
 
-def test_tensorrt_doubles_have_real_names():
-    import tensorrt_rtx
+@pytest.fixture(scope="module", params=["rtx", 10, 11])
+def api(request):
+    """Class to attribute to docstring of TensorRT for RTX, TensorRT 10 and 11."""
+    return request.param, describe(rtx) if request.param == "rtx" else bindings(request.param)
 
-    pairs = ((gpu_double.ExecutionContext, "IExecutionContext"), (gpu_double.CudaEngine, "ICudaEngine"))
-    for double, name in pairs:
-        public = {n for n in vars(double) if not n.startswith("_")}
-        assert public <= set(dir(getattr(tensorrt_rtx, name)))
-    for name in ("num_io_tensors", "num_optimization_profiles"):
-        assert hasattr(tensorrt_rtx.ICudaEngine, name)
-    assert hasattr(tensorrt_rtx.Runtime, "deserialize_cuda_engine")
+
+# What TensorRT itself lacks; the code asks before it uses them.
+RTX_ONLY = {
+    "ComputeCapability",
+    "EAGER",
+    "EngineInvalidityDiagnostics",
+    "EngineValidity",
+    "INVALID",
+    "dynamic_shapes_kernel_specialization_strategy",
+    "num_compute_capabilities",
+    "set_compute_capability",
+}
+ASKED_FOR = {"get_engine_validity", "is_stream_capturable"}
+
+
+def test_every_name_that_the_code_uses_is_in_every_package(api):
+    which, classes = api
+    ours = describe(rtx)
+    known = {name for attributes in ours.values() for name in attributes} | set(ours)
+    offered = {name for attributes in classes.values() for name in attributes} | set(classes)
+    tree = [ast.walk(ast.parse(inspect.getsource(module))) for module in (trt, trt_run)]
+    used = {node.attr for nodes in tree for node in nodes if isinstance(node, ast.Attribute)} & known
+    used |= set(trt._HARDWARE.values()) | {"VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT_IDENTICAL"}
+    assert len(used) > 60
+    assert used - offered == (set() if which == "rtx" else RTX_ONLY)
+
+
+DOUBLES = {
+    "IExecutionContext": gpu_double.ExecutionContext,
+    "ICudaEngine": gpu_double.CudaEngine,
+    "EngineInspector": gpu_double.EngineInspector,
+    "Refitter": gpu_double.Refitter,
+    "OnnxParserRefitter": gpu_double.OnnxParserRefitter,
+    "Runtime": gpu_double.Runtime,
+}
+
+
+def test_tensorrt_doubles_have_real_methods_with_real_parameters(api):
+    """A double's method takes what one of the real method's overloads takes, no more and under no other name."""
+    which, classes = api
+    checked = 0
+    for name, double in DOUBLES.items():
+        for method, function in vars(double).items():
+            if method.startswith("_") or not inspect.isfunction(function):
+                continue
+            if which != "rtx" and method in ASKED_FOR:
+                continue
+            text = classes[name][method]
+            ours = list(inspect.signature(function).parameters)[1:]
+            calls = re.findall(rf"{method}\(self: [^)]*?\) ->", text)
+            theirs = [re.findall(r"(\w+): ", call)[1:] for call in calls]
+            assert ours in theirs, (name, method, ours, theirs)
+            checked += 1
+    assert checked >= 20
 
 
 def test_a_refused_plan_is_an_error_with_the_last_words(engine):
@@ -150,25 +212,106 @@ def test_host_arrays_become_sixteen_bits(dtype):
     np.testing.assert_array_equal(cuda.as_dtype(x, dtype).view(np.int16), wanted)
 
 
-def test_build_prove_and_run_as_on_a_gpu(tiny_copy, runtime, monkeypatch, tmp_path):
-    """The whole way of an engine, with the compiler's output in the place of a plan: same text as ONNX Runtime."""
-    monkeypatch.setenv("SPOT_DEPLOY_CACHE", str(tmp_path / "cache"))
-    double = gpu_double.TensorRt(runtime)
-    monkeypatch.setattr(cuda, "missing_driver", lambda: None)
-    monkeypatch.setattr(trt.TensorRT, "_import", lambda self: double)
+@pytest.mark.parametrize("seen", ["version mismatch", "unsupported cc", "insufficient gpu memory, cuda error"])
+def test_a_plan_that_tensorrt_calls_invalid_is_an_error_that_names_the_reasons(engine, seen):
+    members = rtx.EngineInvalidityDiagnostics.__members__
+    reasons = sum(int(members[name.upper().replace(" ", "_")]) for name in seen.split(", "))
+    with pytest.raises(SpotDeployError, match=r"cannot run target\.engine here") as caught:
+        engine[2](validity=(rtx.EngineValidity.INVALID, reasons))
+    assert (caught.value.code, caught.value.seen, caught.value.exit_code) == ("engine-invalid", seen, 4)
 
-    def build(self, jobs, folder, **options):
+
+def test_only_the_bytes_that_were_built_reach_tensorrt(engine, monkeypatch):
+    """An engine may hold code for the host: a changed file must not even be looked at."""
+    made = []
+    monkeypatch.setattr(gpu_double.TensorRt, "Runtime", lambda *_: made.append(1))
+    monkeypatch.setattr(sys.modules[__name__], "sha256", lambda path: "0" * 64)
+    with pytest.raises(SpotDeployError, match="is not the file that was built") as caught:
+        engine[2](Compiled("", host_code=True), {"host_code": True})
+    assert caught.value.code == "engine-damaged"
+    assert not made
+
+
+def test_code_for_the_host_is_allowed_only_where_it_was_asked_for(engine):
+    engine[2](Compiled("", host_code=True), {"host_code": True})
+    with pytest.raises(SpotDeployError, match="did not give an engine"):
+        engine[2](Compiled(""), {"host_code": True})
+
+
+def test_an_engine_without_weights_takes_all_of_them_from_the_bundle(engine, tiny_bundle):
+    decoding, signature, make = engine
+    onnx = tiny_bundle / "target-split.onnx"
+    session = trt_run.Target(make(Compiled("", weights=onnx), {"stripped": True}), signature)
+    host = ort.Target(onnx, signature, 1)
+    wanted, found = (commits(s, decoding, [5, 6, 7], temperature=0.0) for s in (host, session))
+    assert found == wanted
+
+
+def test_weights_that_are_not_there_are_an_error(engine, tiny_bundle, monkeypatch, tmp_path):
+    make, onnx = engine[2], tiny_bundle / "target-split.onnx"
+    with pytest.raises(SpotDeployError, match="does not take the weights") as caught:
+        make(Compiled("", weights=tmp_path / "none.onnx"), {"stripped": True})
+    assert (caught.value.code, caught.value.seen) == ("engine-refit", "Failed to open file")
+    name = gpu_double.Refitter(make(kind={"stripped": True}).engine, None).names[3]
+    monkeypatch.setattr(gpu_double.OnnxParserRefitter, "forgets", (name,))
+    with pytest.raises(SpotDeployError, match="leaves 1 weights of the engine without values") as caught:
+        make(Compiled("", weights=onnx), {"stripped": True})
+    assert (caught.value.code, caught.value.seen) == ("engine-refit", name)
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu_double.Refitter, "get_missing_weights", lambda self: ["merged.bias"])
+    with pytest.raises(SpotDeployError, match=r"without values") as caught:
+        make(Compiled("", weights=onnx), {"stripped": True})
+    assert caught.value.seen == "merged.bias"
+
+
+def test_an_account_that_is_no_json_is_an_error(engine, monkeypatch):
+    opened = engine[2]()
+    assert [(layer.kind, layer.dtypes) for layer in opened.layers()] == [("gemm", ("float32",))]
+    monkeypatch.setattr(gpu_double.EngineInspector, "get_engine_information", lambda *_: "{")
+    with pytest.raises(SpotDeployError, match="account is not understood"):
+        opened.layers()
+
+
+class Machine:
+    """A machine with a GPU whose TensorRT is a double. `compiles`: engines compiled; `dtype`: what layers are in."""
+
+    def __init__(self, monkeypatch, cache):
+        self.cuda, self.compiles, self.dtype, self.gpu = gpu_double.CudaRuntime(), 0, "Float", True
+        self.tensorrt = gpu_double.TensorRt(self.cuda)
+        monkeypatch.setenv("SPOT_DEPLOY_CACHE", str(cache))
+        monkeypatch.setattr(cuda, "_runtime", lambda: self.cuda)
+        monkeypatch.setattr(cuda, "missing_driver", lambda: None if self.gpu else "this machine has no NVIDIA driver")
+        monkeypatch.setattr(trt.TensorRT, "_import", lambda _: self.tensorrt)
+        monkeypatch.setattr(trt.TensorRT, "require", lambda _: None)
+        monkeypatch.setattr(trt.TensorRT, "build", self.build)
+
+    def build(self, jobs, folder, *, strip, portable, **options):
+        self.compiles += 1
+        kind = {"stripped": strip, "host_code": "version" in portable, "dtype": self.dtype}
         graphs = {}
         for job in jobs:
-            path = gpu_double.write_plan(folder / f"{job.role}.engine", job.path, list(job.profiles.values()))
+            profiles = list(job.profiles.values())
+            path = gpu_double.write_plan(folder / f"{job.role}.engine", job.path, profiles, **kind)
             graphs[job.role] = {"engine": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
         return {"graphs": graphs}
 
-    monkeypatch.setattr(trt.TensorRT, "build", build)
-    options = {"precision": "f32", "layout": "split", "targets": ("sm89", "sm120")}
-    record, _ = build_engine(tiny_copy, backend="tensorrt-rtx", **options)
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    return Machine(monkeypatch, tmp_path / "cache")
+
+
+RTX = {"backend": "tensorrt-rtx", "precision": "f32", "layout": "split", "targets": ("sm89", "sm120")}
+FULL = {"backend": "tensorrt", "precision": "f32", "layout": "split"}
+
+
+def test_build_prove_and_run_as_on_a_gpu(tiny_copy, machine, monkeypatch):
+    """The whole way of an engine, with the compiler's output in the place of a plan: same text as ONNX Runtime."""
+    record, _ = build_engine(tiny_copy, **RTX)
     assert record.exact
     assert record.smoke["first_differences"] == [None] * record.smoke["traces"]
+    assert record.build["layers"] == {"target-split": {"layers": {"gemm": 1}, "dtypes": {"float32": 1}, "untold": 0}}
+    assert record.inputs.versions["gpu"] == "GPU of memory sm89"
     with Runtime.load(tiny_copy, backend="tensorrt-rtx") as gpu, Runtime.load(tiny_copy) as cpu:
         for temperature in (0.0, 1.0):
             ours, theirs = (
@@ -180,3 +323,65 @@ def test_build_prove_and_run_as_on_a_gpu(tiny_copy, runtime, monkeypatch, tmp_pa
     with pytest.raises(SpotDeployError, match="built for other GPUs") as caught:
         Runtime.load(tiny_copy, backend="tensorrt-rtx")
     assert (caught.value.seen, caught.value.exit_code) == ("sm77", 4)
+
+
+def test_an_engine_that_was_compiled_without_a_gpu_is_proven_where_there_is_one(tiny_copy, machine):
+    machine.gpu = False
+    record, _ = build_engine(tiny_copy, **RTX)
+    assert record.probe is None
+    assert build_engine(tiny_copy, **RTX) == (record, False)  # nothing to gain here
+    machine.gpu = True
+    with pytest.raises(SpotDeployError, match="nothing is known of its exactness") as caught:
+        Runtime.load(tiny_copy, backend="tensorrt-rtx")
+    assert "--target sm89 --target sm120" in caught.value.fix
+    proven, built = build_engine(tiny_copy, **RTX)
+    assert (built, machine.compiles, proven.exact, proven.files) == (True, 1, True, record.files)
+    assert build_engine(tiny_copy, **RTX) == (proven, False)
+    Runtime.load(tiny_copy, backend="tensorrt-rtx").close()
+    build_engine(tiny_copy, **RTX, force=True)
+    assert machine.compiles == 2
+
+
+def test_a_portable_engine_is_proven_again_by_a_later_version(tiny_copy, machine):
+    options = FULL | {"portable": ("version", "same-sm"), "strip": True}
+    record, _ = build_engine(tiny_copy, **options)
+    assert record.inputs.portable == ("version", "same-sm")
+    machine.tensorrt.__version__ = "11.9.0"
+    with pytest.raises(SpotDeployError, match="built with other versions") as caught:
+        Runtime.load(tiny_copy, backend="tensorrt")
+    assert "--portable version --portable same-sm --strip" in caught.value.fix
+    proven, built = build_engine(tiny_copy, **options)
+    assert (built, machine.compiles, proven.inputs.versions["tensorrt"]) == (True, 1, "11.9.0")
+    # One that is not portable is compiled again.
+    build_engine(tiny_copy, **FULL)
+    machine.tensorrt.__version__ = "11.9.1"
+    build_engine(tiny_copy, **FULL)
+    assert machine.compiles == 3
+
+
+def test_an_engine_that_computes_in_another_precision_is_not_published(tiny_copy, machine):
+    machine.dtype = "Half"
+    with pytest.raises(SpotDeployError, match="does not compute in f32") as caught:
+        build_engine(tiny_copy, **RTX)
+    assert (caught.value.code, caught.value.exit_code) == ("engine-precision", 3)
+    assert "float16" in caught.value.seen
+    assert not (tiny_copy / "engines" / "tensorrt-rtx").exists()
+
+
+def test_too_little_gpu_memory_is_told_before_anything_is_loaded(tiny_copy, machine):
+    build_engine(tiny_copy, **RTX)
+    machine.cuda.memory = sum(map(len, machine.cuda.blocks.values())) + 100
+    with pytest.raises(SpotDeployError, match="too little memory left for the weights alone") as caught:
+        Runtime.load(tiny_copy, backend="tensorrt-rtx")
+    assert (caught.value.code, caught.value.exit_code) == ("too-little-gpu-memory", 4)
+
+
+def test_several_packages_for_other_versions_of_cuda_are_an_error(monkeypatch):
+    installed = [SimpleNamespace(metadata={"Name": f"tensorrt_cu{n}_bindings"}) for n in (12, 13)]
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: installed)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(trt.TensorRT, "_import", lambda _: None)
+    with pytest.raises(SpotDeployError, match="overwrite each other") as caught:
+        trt.FULL.require()
+    assert (caught.value.code, caught.value.exit_code) == ("backend-clash", 4)
+    assert "tensorrt-cu12-bindings tensorrt-cu13-bindings" in caught.value.fix

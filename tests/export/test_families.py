@@ -126,7 +126,7 @@ def test_verify_passes_every_gate(exported):
     _, _, bundle = exported
     record = read_record(bundle, "onnxruntime")
     opened = open_bundle(bundle)
-    session = opened.open_target(record.inputs)
+    session = opened.open_target(record)
     with Runtime.from_bundle(opened, record, target=session) as runtime:
         gates = verify_engine(opened, runtime, session, precision="f32", budgets=(0, 3, 8), requests=1)
     assert [gate.name for gate in gates if not gate.passed] == []

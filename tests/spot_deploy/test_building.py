@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 
+import gpu_double
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,7 +20,7 @@ from spot_deploy import Runtime, SpotDeployError, build_engine, building
 from spot_deploy.building import BuildOptions, plan_build
 from spot_deploy.child import run_in_child
 from spot_deploy.diagnosis import diagnose
-from spot_deploy.engines import backends, machine, ort
+from spot_deploy.engines import backends, cuda, machine, ort
 from spot_deploy.engines.contracts import TargetShape
 from spot_deploy.engines.files import STAGING
 from spot_deploy.engines.machine import Estimate
@@ -28,7 +29,9 @@ from spot_deploy.engines.profiles import Limits, order_profile, target_profiles
 from spot_deploy.engines.record import EngineInputs, read_record, record_path
 from spot_deploy.runtime.bundle import open_bundle
 
-INPUTS = EngineInputs("b" * 64, "onnxruntime", "cpu", "split", "f32", 1, (0, 3, 8), 1, (), {"onnxruntime": "1"})
+INPUTS = EngineInputs(
+    "b" * 64, "onnxruntime", "cpu", "split", "f32", 1, (0, 3, 8), 1, (), (), False, {"onnxruntime": "1"}
+)
 
 
 def command(*arguments):
@@ -111,7 +114,9 @@ def test_gpu_providers_are_refused_without_a_gpu(tiny_bundle, provider, monkeypa
     with pytest.raises(SpotDeployError) as caught:
         ort.require_device(provider)
     assert "driver" in caught.value.wanted
-    monkeypatch.setattr(ort, "_loads", lambda library: library in ("libcuda.so.1", "libnvinfer.so.11"))
+    monkeypatch.setattr(cuda, "missing_driver", lambda: None)
+    monkeypatch.setattr(cuda, "_runtime", gpu_double.CudaRuntime)
+    monkeypatch.setattr(ort, "_loads", lambda library: library == "libnvinfer.so.11")
     if provider == "tensorrt":
         with pytest.raises(SpotDeployError) as caught:
             ort.require_device(provider)
@@ -429,7 +434,7 @@ def test_few_drafts_a_run_are_made_up_for_by_more_runs(tiny_copy):
     build_engine(tiny_copy, threads=1, budgets=(1,))
     bundle = open_bundle(tiny_copy)
     record = read_record(tiny_copy, "onnxruntime")
-    session = bundle.open_target(record.inputs)
+    session = bundle.open_target(record)
     with Runtime.from_bundle(bundle, record, target=session) as runtime:
         gates = verify_engine(bundle, runtime, session, precision="f32", budgets=(0, 1), requests=1)
         assert gates[-1].passed

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import onnx
 import onnxruntime
 import tensorrt_rtx
 
@@ -67,6 +68,9 @@ class CudaRuntime:
 
     def cudaMemGetInfo(self):  # noqa: N802
         return Status(0), self.memory - sum(map(len, self.blocks.values())), self.memory
+
+    def cudaGetDeviceProperties(self, device):  # noqa: N802
+        return Status(0), SimpleNamespace(name=b"GPU of memory\0\0")
 
     def cudaDriverGetVersion(self):  # noqa: N802
         return Status(0), 13010
@@ -188,6 +192,8 @@ class ExecutionContext:
         return [d if isinstance(d, int) else sizes[d] for d in output.shape]
 
     def execute_async_v3(self, stream_handle):
+        if self._engine.without_weights:
+            return False
         engine, shapes, addresses = self._engine, dict(self._shapes), dict(self._addresses)
         outputs = [t.name for t in engine.session.get_outputs()]
         sizes = {name: self.get_tensor_shape(name) for name in outputs}
@@ -219,7 +225,9 @@ class CudaEngine:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         self.session = onnxruntime.InferenceSession(plan["onnx"], options, providers=["CPUExecutionProvider"])
+        self.onnx = plan["onnx"]
         self.cuda, self.spoil, self._profiles = cuda, spoil, plan["profiles"]
+        self.without_weights, self.told = plan["stripped"], plan["layers"]
         self._tensors = {t.name: t for t in (*self.session.get_inputs(), *self.session.get_outputs())}
         self.num_io_tensors, self.num_optimization_profiles = len(self._tensors), len(self._profiles)
 
@@ -238,6 +246,9 @@ class CudaEngine:
     def get_tensor_profile_shape(self, name, profile_index):
         return self._profiles[profile_index][name]
 
+    def create_engine_inspector(self):
+        return EngineInspector(self.told)
+
     def create_runtime_config(self):
         chosen = []
         return SimpleNamespace(
@@ -253,31 +264,105 @@ class CudaEngine:
         return ExecutionContext(self)
 
 
+class EngineInspector:
+    def __init__(self, layers):
+        self._layers = layers
+
+    def get_engine_information(self, format):
+        assert format == tensorrt_rtx.LayerInformationFormat.JSON
+        return json.dumps({"Layers": self._layers, "Bindings": []})
+
+
+class Refitter:
+    """Knows the initialisers of the ONNX file as weights."""
+
+    def __init__(self, engine, logger):
+        self.engine, self.values, self.merged = engine, {}, []
+        self.names = [w.name for w in onnx.load(engine.onnx, load_external_data=False).graph.initializer]
+
+    def get_all_weights(self):
+        return self.names
+
+    def get_named_weights(self, weights_name):
+        return SimpleNamespace(size=self.values.get(weights_name, 0))
+
+    def get_missing_weights(self):
+        return self.merged
+
+    def refit_cuda_engine(self):
+        self.engine.without_weights = bool(set(self.names) - set(self.values))
+        return not self.engine.without_weights
+
+
+class OnnxParserRefitter:
+    """Reads all initialisers but those that `forgets` names."""
+
+    forgets = ()
+    num_errors = 0
+
+    def __init__(self, refitter, logger):
+        self._refitter = refitter
+
+    def refit_from_file(self, model):
+        if not Path(model).is_file():
+            self.num_errors = 1
+            return False
+        read = [w.name for w in onnx.load(model, load_external_data=False).graph.initializer]
+        self._refitter.values |= {name: 1 for name in read if name not in self.forgets}
+        return True
+
+    def get_error(self, index):
+        return SimpleNamespace(desc=lambda: "Failed to open file")
+
+
+class Runtime:
+    """Takes plans of `write_plan`, unless told to refuse."""
+
+    engine_host_code_allowed = False
+
+    def __init__(self, logger, package):
+        self._logger, self._package = logger, package
+
+    def get_engine_validity(self, buffer):
+        return self._package.validity
+
+    def deserialize_cuda_engine(self, serialized_engine):
+        plan, refuse = json.loads(bytes(serialized_engine)), self._package.refuse
+        if plan["host_code"] and not self.engine_host_code_allowed:
+            refuse = "engine_host_code_allowed is not set"
+        if refuse is not None:
+            self._logger.log(tensorrt_rtx.ILogger.ERROR, refuse)
+            return None
+        return CudaEngine(plan, self._package.cuda, self._package.spoil)
+
+
 class TensorRt:
     """The runtime half of the package; all else is the real one's.
 
     Args:
         refuse: why no plan is taken.
         spoil: changes outputs, by name.
+        validity: what TensorRT says of a plan before it is taken.
     """
 
-    def __init__(self, cuda, refuse=None, spoil=lambda name, value: value):
-        self._cuda, self._refuse, self._spoil = cuda, refuse, spoil
+    __version__ = tensorrt_rtx.__version__
+    Refitter, OnnxParserRefitter = Refitter, OnnxParserRefitter
+
+    def __init__(self, cuda, refuse=None, spoil=lambda name, value: value, validity=None):
+        self.cuda, self.refuse, self.spoil = cuda, refuse, spoil
+        self.validity = validity or (tensorrt_rtx.EngineValidity.VALID, 0)
 
     def __getattr__(self, name):
         return getattr(tensorrt_rtx, name)
 
     def Runtime(self, logger):  # noqa: N802
-        return SimpleNamespace(deserialize_cuda_engine=lambda plan: self._engine(plan, logger))
-
-    def _engine(self, plan, logger):
-        if self._refuse is not None:
-            logger.log(tensorrt_rtx.ILogger.ERROR, self._refuse)
-            return None
-        return CudaEngine(json.loads(bytes(plan)), self._cuda, self._spoil)
+        return Runtime(logger, self)
 
 
-def write_plan(path: Path, onnx: Path, profiles) -> Path:
-    """An engine file for the double; profiles as `Profile.shapes` gives them."""
-    path.write_text(json.dumps({"onnx": str(onnx), "profiles": profiles}))
+def write_plan(path: Path, onnx: Path, profiles, *, stripped=False, host_code=False, dtype="Float") -> Path:
+    """An engine file for the double; profiles as `Profile.shapes` gives them; dtype in the inspector's words."""
+    tensor = {"Name": "x", "Dimensions": [-1], "Format/Datatype": dtype}
+    layers = [{"Name": "gemm", "LayerType": "gemm", "Inputs": [tensor], "Outputs": [tensor], "TacticName": "sgemm"}]
+    plan = {"onnx": str(onnx), "profiles": profiles, "stripped": stripped, "host_code": host_code, "layers": layers}
+    path.write_text(json.dumps(plan))
     return path
