@@ -239,7 +239,13 @@ class Compiled:
 
 
 class TargetSession(Protocol):
-    """A target ready to run. Safe to call from several threads."""
+    """A target ready to run. Safe to call from several threads.
+
+    Attributes:
+        fixed_shapes: passes shall have the shape of a full budget: those that have been recorded can be replayed.
+    """
+
+    fixed_shapes: bool
 
     def run(self, inputs: TargetInputs, *, keep: bool) -> TargetOutputs:
         """One pass. `keep`: return keys and values."""

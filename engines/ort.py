@@ -192,11 +192,7 @@ class HostTarget(HostSession):
 
 
 class DeviceTarget(DeviceSession):
-    """On a GPU (see contracts.TargetSession), with IO binding: the prefix lies there, and all but the head stays there.
-
-    Attributes:
-        downloaded: bytes that passes brought to the host so far.
-    """
+    """On a GPU (see contracts.TargetSession), with IO binding: the prefix lies there, and all but heads stays there."""
 
     def __init__(self, session: Any, signature: GraphSignature):
         dtypes = {t.name: t.dtype for t in (*signature.inputs, *signature.outputs)}
@@ -204,7 +200,6 @@ class DeviceTarget(DeviceSession):
         self._session, self._dtypes = session, dtypes
         self._past, self._kept = signature.past_names, signature.kept_names
         self._head = _head_names(signature)
-        self.downloaded = 0
 
     def run(self, inputs: TargetInputs, *, keep: bool) -> TargetOutputs:
         binding = self._session.io_binding()
@@ -222,7 +217,6 @@ class DeviceTarget(DeviceSession):
         binding.synchronize_outputs()
         values = dict(zip((*self._head, *stay), binding.get_outputs(), strict=True))
         head = {name: values[name].numpy() for name in self._head}
-        self.downloaded += sum(array.nbytes for array in head.values())
         views = {n: DeviceView(self._dtypes[n], values[n].shape(), values[n].data_ptr(), values[n]) for n in stay}
 
         def row(index: int) -> Array:
@@ -230,7 +224,6 @@ class DeviceTarget(DeviceSession):
             found: Array = np.empty(logits.shape[1:], np.float32)
             logits.download(found, self._copies, index * found.nbytes)
             self._copies.wait()
-            self.downloaded += found.nbytes
             return found
 
         return TargetOutputs(

@@ -84,6 +84,8 @@ class DeviceSession:
         dtype: of keys and values.
     """
 
+    fixed_shapes = False
+
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
         self._spare: dict[tuple[int, ...], list[list[DeviceArray]]] = {}
@@ -111,6 +113,8 @@ class DeviceSession:
 
 class HostSession:
     """What sessions that compute on the host have in common."""
+
+    fixed_shapes = False
 
     def prefix(self, shape: TargetShape, size: int) -> HostPrefix:
         """An empty prefix."""

@@ -383,8 +383,9 @@ class Target(DeviceSession):
 
     Attributes:
         engine: what it runs.
-        downloaded: bytes that passes brought to the host so far.
     """
+
+    fixed_shapes = True
 
     def __init__(self, engine: Engine, signature: GraphSignature):
         super().__init__(next(t.dtype for t in signature.inputs if t.name == signature.past_names[0]))
@@ -393,7 +394,6 @@ class Target(DeviceSession):
         self._head = [t.name for t in signature.outputs if t.name not in (*self._kept, "logits")]
         self._free: list[_Lane] = []
         self._lock = threading.Lock()
-        self.downloaded = 0
 
     def run(self, inputs: TargetInputs, *, keep: bool) -> TargetOutputs:
         """One pass. What it kept, and its full logits, are there until the outputs are let go."""
@@ -402,7 +402,6 @@ class Target(DeviceSession):
         results = _Results(lane, lane.run(inputs.small(), outside, self._head))
         weakref.finalize(results, self._free.append, lane).atexit = False
         head = results.fetch(self._head)
-        self.downloaded += sum(array.nbytes for array in head.values())
         wrong = np.isnan(head["top_logits"][:, 0]) | np.isnan(head["rest_lse"])
         if wrong.any():
             raise SpotDeployError(
@@ -412,17 +411,12 @@ class Target(DeviceSession):
                 fix="build-engine --precision bf16 or f32: float16 overflows in some networks",
             )
 
-        def row(index: int) -> Array:
-            found = results.row("logits", index)
-            self.downloaded += found.nbytes
-            return found
-
         return TargetOutputs(
             top_logits=head["top_logits"],
             top_ids=head["top_ids"],
             rest_lse=head["rest_lse"],
             rest_lse_raw=head.get("rest_lse_raw"),
-            row=row,
+            row=lambda index: results.row("logits", index),
             kept=[results.view(name) for name in self._kept] if keep else [],
         )
 

@@ -44,6 +44,7 @@ class Result:
         text: what `token_ids` decode to.
         token_ids: generated ids, cut at max_new_tokens and before the first stop id.
         finish_reason: `stop` (a stop id) or `length`.
+        fetched: bytes of the engine's output that were read: heads, and single rows of logits.
         seconds: wall time from the first pass to the end; in a stream it includes what the reader does between events.
         exact: whether the law of the output is proven to be the target's own, in this engine.
         lossless: whether it is proven to be that of draft-free decoding in the same mode; `exact` says less only where
@@ -64,6 +65,7 @@ class Result:
     drafted: int
     accepted_per_round: list[int]
     rejections: dict[str, int]
+    fetched: int
     seconds: float
     phases: dict[str, float]
     prompt_tokens: int
@@ -107,13 +109,14 @@ class Runtime:
         order_model: OrderSession | None,
         backend: str,
         exact_budget: int,
+        most_budget: int | None = None,
         bundle_id: str = "",
     ):
         self.decoding = decoding
         self.text = text
         self.order_model = order_model
         self.backend = backend
-        self.exact_budget = exact_budget
+        self.exact_budget, self._most_budget = exact_budget, most_budget
         self.bundle_id = bundle_id
         self._defaults = defaults
         self._target: TargetSession | None = target
@@ -174,6 +177,7 @@ class Runtime:
             target=target,
             order_model=order,
             backend=inputs.backend,
+            most_budget=inputs.budgets[-1] if backends.compiles(inputs.backend) else None,
             exact_budget=record.exact_budget(threads or inputs.threads),
             bundle_id=manifest.bundle_id,
         )
@@ -329,6 +333,14 @@ class Runtime:
                 wanted=f"at most {decoding.max_positions}",
                 fix=f"--max-new-tokens {room} or less" if room > 0 else "shorten the prompt",
             )
+        if self._most_budget is not None and (options.budget or 0) > self._most_budget:
+            raise usage_error(
+                "budget",
+                "the engine was not compiled for so many drafts in a pass",
+                seen=f"budget {options.budget}",
+                wanted=f"at most {self._most_budget}",
+                fix=f"--budget {self._most_budget} or less, or build-engine --budgets with a larger one",
+            )
         if drafter is None and options.budget:
             drafter = self.spot_drafter(options)
         target = request_target(
@@ -395,6 +407,7 @@ class Runtime:
                 drafted=figures.drafted,
                 accepted_per_round=figures.accepted_per_round,
                 rejections=figures.rejections,
+                fetched=target.fetched,
                 seconds=seconds,
                 phases=phases,
                 prompt_tokens=len(ids),

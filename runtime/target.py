@@ -75,18 +75,20 @@ class RequestTarget(ABC):
         prefill_forwards, store_forwards: passes that commit nothing by themselves.
         refresh_forwards: opening passes over the whole sequence (they are denoise passes, too).
         seconds: inside the engine.
+        fetched: bytes of the engine's output that were read: heads, and single rows of logits.
     """
 
     def __init__(self, session: TargetSession, decoding: Decoding, temperature: float, *, padded: bool = False):
         """`temperature` 0 takes the largest logit; `padded` gives every verification pass a full budget's shape."""
         self._session, self._decoding = session, decoding
         self._inverse = 1 / temperature if temperature > 0 else 1.0
-        self._padded = padded
+        self._padded = padded or session.fixed_shapes
         self.cache = Cache(session, decoding)
         self.prefill_forwards = 0
         self.store_forwards = 0
         self.refresh_forwards = 0
         self.seconds = 0.0
+        self.fetched = 0
 
     @abstractmethod
     def begin(self, prompt: Array, new_tokens: int) -> None:
@@ -130,7 +132,9 @@ class RequestTarget(ABC):
             raw = outputs.rest_lse_raw
 
             def row(m: int, first: int = first) -> Array:
-                return outputs.row(first + m)
+                found = outputs.row(first + m)
+                self.fetched += found.nbytes
+                return found
 
             heads.append(
                 Head(
@@ -174,6 +178,8 @@ class RequestTarget(ABC):
         began = time.perf_counter()
         outputs = self._session.run(inputs, keep=keep)
         self.seconds += time.perf_counter() - began
+        head = (outputs.top_logits, outputs.top_ids, outputs.rest_lse, outputs.rest_lse_raw)
+        self.fetched += sum(array.nbytes for array in head if array is not None)
         return outputs
 
 

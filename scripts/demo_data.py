@@ -32,16 +32,23 @@ BOILERPLATE = (
     "\nReturn the new list in the same format.",
     "Given a square matrix, your job is to rotate it clockwise.\n\n"
     "Your output should be a matrix in the same format as the input.\n\n",
+    "Perform the following series of operations in order:\n- Identity transformation, i.e. no change\n- ",
 )
 # kind -> (share of the examples, reasoning-gym options)
 GENERATED = {
-    "gsm_symbolic": (0.03, {}),
-    "word_sequence_reversal": (0.22, {"min_words": 4, "max_words": 9}),
-    "word_sorting": (0.04, {"min_words": 3, "max_words": 6, "max_word_length": 7}),
-    "number_filtering": (0.14, {"max_numbers": 8, "max_decimals": 1}),
-    "number_sorting": (0.13, {"max_numbers": 8, "max_decimals": 1}),
+    "gsm_symbolic": (0.02, {}),
+    "word_sequence_reversal": (0.06, {"min_words": 4, "max_words": 9}),
+    "word_sorting": (0.02, {"min_words": 3, "max_words": 6, "max_word_length": 7}),
+    "number_filtering": (0.12, {"max_numbers": 8, "min_value": 10, "max_value": 99, "max_decimals": 0}),
+    "number_sorting": (0.14, {"max_numbers": 8, "min_value": 10, "max_value": 99, "max_decimals": 0}),
     "rotate_matrix": (0.20, {"min_n": 3, "max_n": 5, "max_rotations": 3}),
-    "spiral_matrix": (0.16, {"min_n": 3, "max_n": 5}),
+    "spiral_matrix": (0.10, {"min_n": 3, "max_n": 5}),
+    "manipulate_matrix": (
+        0.26,
+        {"min_rows": 3, "max_rows": 5, "min_cols": 3, "max_cols": 5, "max_transforms": 1}
+        # The generator takes the exponential of weights: these make the rest of its operations rare.
+        | dict.fromkeys(("w_crop", "w_remove_every_nth_row", "w_remove_every_nth_col", "w_zero_divisible"), -20.0),
+    ),
 }
 # kind -> where its question begins, after explanations that are the same every time
 BEGINNINGS = {"spiral_matrix": "For the matrix below"}

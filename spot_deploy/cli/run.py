@@ -196,7 +196,9 @@ def _show_figures(results: Sequence[Result], probed: int) -> None:
         ends = ", ".join(f"{name} {count}" for name, count in last.rejections.items())
         console.print(f"rounds ended by: {ends}")
     phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in last.phases.items())
-    console.print(f"time: {phases}; exact: {_exactness(last, probed)}; backend: {last.backend}")
+    passes = last.nfe + last.prefill_forwards + last.store_forwards
+    read = f"{last.fetched / passes:,.0f} bytes read a pass"
+    console.print(f"time: {phases}; exact: {_exactness(last, probed)}; backend: {last.backend}, {read}")
     if len(results) == 2:
         control, spot = results
         console.print(

@@ -79,7 +79,7 @@ def test_engines_of_a_precision_compute_something_else_than_float32(engine, tiny
             )
     assert seen[0].shape == wanted[0].shape
     assert (seen[0] != wanted[0]).any()
-    assert type(session) is (ort.Target if made.inputs.backend == "onnxruntime" else ov.Target)
+    assert type(session) is (ort.HostTarget if made.inputs.backend == "onnxruntime" else ov.Target)
 
 
 @pytest.mark.parametrize(("backend", "precision"), ENGINES)

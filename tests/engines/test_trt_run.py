@@ -25,7 +25,7 @@ from spot_deploy.engines.files import sha256
 from spot_deploy.engines.profiles import Limits, target_profiles
 from spot_deploy.runtime.decode import DecodeOptions, Figures, decode
 from spot_deploy.runtime.manifest import read_manifest
-from spot_deploy.runtime.target import request_target
+from spot_deploy.runtime.target import RequestTarget, request_target
 
 
 @pytest.fixture
@@ -63,7 +63,9 @@ def engine(tiny_bundle, tmp_path, runtime):
 
 
 def commits(session, decoding, prompt, **options):
-    target = request_target(session, decoding, options["temperature"])
+    target = session
+    if not isinstance(session, RequestTarget):
+        target = request_target(session, decoding, options["temperature"])
     chosen = DecodeOptions(max_new_tokens=40, ignore_eos=True, budget=0, **options)
     return [(e.position, e.token) for e in decode(target, decoding, np.array(prompt), chosen, None, Figures())]
 
@@ -82,11 +84,13 @@ def test_a_decode_is_that_of_the_onnx_file(engine, tiny_bundle, runtime, tempera
     assert runtime.copied[3] > 0
     assert runtime.launches > 10
     for _ in range(4):  # until every pass over every prefix has been recorded
-        before = session.downloaded
         runtime.copied.clear()
-        assert commits(session, decoding, prompt, temperature=temperature) == wanted
-    # Only heads and single rows come back.
-    assert runtime.copied[2] == session.downloaded - before
+        runtime.launches = 0
+        target = request_target(session, decoding, temperature)
+        assert commits(target, decoding, prompt, temperature=temperature) == wanted
+    # Only heads and single rows come back; and all passes but prefill and openings are replayed.
+    assert runtime.copied[2] == target.fetched
+    assert runtime.launches >= len(wanted) - 8
 
 
 @pytest.mark.parametrize(
@@ -319,6 +323,9 @@ def test_build_prove_and_run_as_on_a_gpu(tiny_copy, machine, monkeypatch):
             )
             assert ours.token_ids == theirs.token_ids
             assert (ours.nfe, ours.exact) == (theirs.nfe, True)
+        with pytest.raises(SpotDeployError, match="not compiled for so many drafts") as caught:
+            gpu.generate([5, 6, 7], budget=9, max_new_tokens=8)
+        assert (caught.value.wanted, caught.value.exit_code) == ("at most 8", 2)
     monkeypatch.setattr(gpu_double.CudaRuntime, "cudaDeviceGetAttribute", lambda *_: (gpu_double.Status(0), 7))
     with pytest.raises(SpotDeployError, match="built for other GPUs") as caught:
         Runtime.load(tiny_copy, backend="tensorrt-rtx")
