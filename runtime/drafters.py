@@ -14,7 +14,7 @@ from spot_deploy.runtime.head import Head
 from spot_deploy.runtime.noise import Noise
 from spot_deploy.runtime.sampler import perturbed, winners
 from spot_deploy.runtime.state import Commit, State
-from spot_deploy.runtime.tree import Candidates, Node, grow
+from spot_deploy.runtime.tree import Candidates, Node, grow, grow_chain
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class SpotDrafter:
         hedge_weights: how mass is shared between first and second token: `normalised` (to sum 1), `raw`
             (their probabilities) or `none` (1 each).
         draft_tail: at T > 0, when an id outside the head wins a drafted position, look it up in the stale full row.
+        chain: draft the likeliest chain in place of a tree.
     """
 
     order_model: OrderSession
@@ -63,6 +64,7 @@ class SpotDrafter:
     hedge_gate: float = 0.6
     hedge_weights: str = "normalised"
     draft_tail: bool = False
+    chain: bool = False
 
     @classmethod
     def of(cls, order_model: OrderSession, options: Any) -> SpotDrafter:
@@ -87,7 +89,8 @@ class SpotDrafter:
                 by_depth[key] = self._candidates(view, depth, stale)
             return by_depth[key]
 
-        return grow(view.budget, self.gamma, len(view.root.masked) - 1, order, candidates)
+        shape = grow_chain if self.chain else grow
+        return shape(view.budget, self.gamma, len(view.root.masked) - 1, order, candidates)
 
     def _candidates(self, view: Round, depth: int, stale: Stale) -> Candidates:
         head, state = view.stale_head, view.stale_state
@@ -125,6 +128,28 @@ class SpotDrafter:
                 tokens[m, 0] = head.tail_token(int(m), gumbel)
                 weights[m, 0] = 1.0
         return Candidates(head.positions, tokens, weights)
+
+
+@dataclass(frozen=True)
+class TokenOracle(SpotDrafter):
+    """SPOT's own positions, and the true token wherever it is among the `top` stale candidates.
+
+    Attributes:
+        final: the token that a position of a block holds at the end of the draft-free trajectory.
+    """
+
+    final: Callable[[int, int], int | None] = lambda block, position: None
+    top: int = 1
+
+    def _candidates(self, view: Round, depth: int, stale: Stale) -> Candidates:
+        offer = super()._candidates(view, depth, stale)
+        scores, _ = perturbed(view.stale_head, view.stale_state, view.noise, view.root.commits + depth)
+        ranked = np.take_along_axis(view.stale_head.ids, np.lexsort((view.stale_head.ids, -scores), axis=1), axis=1)
+        for m, position in enumerate(offer.positions.tolist()):
+            token = self.final(view.root.block, position)
+            if token is not None and token in ranked[m, : self.top]:
+                offer.tokens[m, 0], offer.weights[m] = token, (1.0, 0.0)
+        return offer
 
 
 @dataclass(frozen=True)

@@ -92,3 +92,26 @@ def grow(
         frontier = [node for node in open_nodes if not node.expanded and len(node.path) < depth_limit]
     index_of = {node.serial: i for i, node in enumerate(pool)} | {-1: -1}
     return [Node(index_of[node.parent], node.path, node.mass) for node in pool]
+
+
+def grow_chain(
+    budget: int,
+    floor: float,
+    depth_limit: int,
+    order: Callable[[Sequence[tuple[Commit, ...]]], Array],
+    candidates: Callable[[int], Candidates],
+) -> list[Node]:
+    """The chain of the likeliest commits, one after another; arguments as `grow`."""
+    nodes: list[Node] = []
+    path: tuple[Commit, ...] = ()
+    mass = 1.0
+    while len(nodes) < min(budget, depth_limit):
+        offer = candidates(len(path))
+        masses = mass * order([path])[0][offer.positions][:, None] * offer.weights
+        row, column = divmod(int(masses.argmax()), 2)
+        mass = float(masses[row, column])
+        if mass < floor or mass <= 0:
+            break
+        path = (*path, Commit(int(offer.positions[row]), int(offer.tokens[row, column])))
+        nodes.append(Node(len(nodes) - 1, path, mass))
+    return nodes

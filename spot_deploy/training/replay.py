@@ -55,6 +55,13 @@ class Trajectory:
         steps = self.blocks[block - self.blocks[0][0].state.block]
         return steps[commits].commit if commits < len(steps) else None
 
+    def final(self, block: int, position: int) -> int | None:
+        """The token that a position holds in the end (see drafters.TokenOracle)."""
+        for step in self.blocks[block - self.blocks[0][0].state.block]:
+            if step.commit.position == position:
+                return step.commit.token
+        return None
+
     @property
     def commits(self) -> int:
         return sum(len(steps) for steps in self.blocks)
