@@ -146,10 +146,13 @@ def export_bundle(
             wanted=f"{least} or more",
             fix=f"--max-positions {least}",
         )
-    say(f"a {checkpoint.family.name} target: block width {decoding.block_width}, mask {decoding.mask_id}")
+    width_from = f"block width {decoding.block_width} ({checkpoint.width_from})"
+    say(f"a {checkpoint.family.name} target: {width_from}, mask {decoding.mask_id}")
     order = load_order_model(order_model) if order_model is not None else None
     with staged_folder(output, force=force, ours=is_bundle) as stage:
+        golden, named_tokens = _write_texts(checkpoint, stage)
         say("writing the weights")
+        checkpoint.check_tied_head()
         shapes = dict(Decoder.shapes(checkpoint.spec))
         places = stream_weights(shapes, checkpoint.dtypes, checkpoint.tensor, stage / WEIGHTS)
         if checkpoint.spec.tied_head:
@@ -171,7 +174,6 @@ def export_bundle(
             signature = order_signature(width)
             save_graph(trace_order_model(order[0], signature), stage / "order.onnx")
             graphs["order"] = {"file": "order.onnx", "opset": OPSET, "signature": signature.as_dict()}
-        golden, named_tokens = _write_texts(checkpoint, stage)
         say(f"parity gates: {options.parity}")
         quantised = [precision for precision in options.precisions if precision in WEIGHT_PRECISIONS]
         # The whole network in memory, in float32: for a full comparison, and to quantise.
@@ -246,8 +248,17 @@ def _write_texts(checkpoint: Checkpoint, stage: Path) -> tuple[dict[str, Any], d
 
     source = checkpoint.folder
     shutil.copyfile(checkpoint.text_folder / TOKENIZER, stage / TOKENIZER)
-    native = PreTrainedTokenizerFast.from_pretrained(checkpoint.text_folder)
-    template: Any = native.chat_template
+    try:
+        native = PreTrainedTokenizerFast.from_pretrained(checkpoint.text_folder)
+        template: Any = native.chat_template
+    except Exception as error:  # whatever a damaged file makes transformers raise
+        raise SpotDeployError(
+            "checkpoint-tokenizer",
+            "transformers cannot read the checkpoint's tokenizer files",
+            seen=f"{type(error).__name__}: {error}".splitlines()[0][:200],
+            wanted="tokenizer.json, tokenizer_config.json, special_tokens_map.json and added_tokens.json as published",
+            fix="download them again, or leave out those that are optional",
+        ) from error
     if isinstance(template, dict):
         if "default" not in template:
             raise SpotDeployError(
@@ -269,8 +280,11 @@ def _write_texts(checkpoint: Checkpoint, stage: Path) -> tuple[dict[str, Any], d
         more = {} if thinking is None else {THINKING: thinking}
         try:
             text = native.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
-        except TemplateError:
-            continue  # a template may refuse, say, the system role
+        except Exception as error:
+            # A template may refuse, say, the system role (TemplateError itself); all else is a fault of its own.
+            if messages == GOLDEN_CHATS[0] and type(error) is not TemplateError:
+                raise _broken_template(error) from error
+            continue
         ids = native.encode(text, add_special_tokens=False)
         chats.append({"messages": messages, "thinking": thinking, "ids": ids})
 
@@ -297,6 +311,15 @@ def _write_texts(checkpoint: Checkpoint, stage: Path) -> tuple[dict[str, Any], d
         error.exit_code = VERIFICATION
         raise
     return golden, named
+
+
+def _broken_template(error: Exception) -> SpotDeployError:
+    return SpotDeployError(
+        "checkpoint-template",
+        "the checkpoint's chat template does not render a user's question",
+        seen=f"{type(error).__name__}: {error}"[:200],
+        fix="mend chat_template.jinja (or chat_template in tokenizer_config.json), or delete it to do without chat",
+    )
 
 
 def _golden_prompts(golden: dict[str, Any], width: int) -> list[list[int]]:

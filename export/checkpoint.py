@@ -18,13 +18,14 @@ from spot_deploy.engines.files import read_json, safetensors_header
 from spot_deploy.export.decoder import DecoderSpec
 from spot_deploy.export.families import Family, Fields, Source, find_family
 from spot_deploy.export.families.family import convert_tokenizer, published_shapes
+from spot_deploy.export.families.fields import check_fields
 from spot_deploy.runtime.manifest import Decoding, default_buckets
 from spot_deploy.runtime.text import TOKENIZER, Text
 
 MAX_POSITIONS, PREFILL_POSITIONS = 32768, 512
 # Dtypes of published weights to those they are kept in.
 READ = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float32}
-OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".safetensors")
 FULL_POSITIONS = 4096  # of targets with full attention, whose passes run whole sequences
 FIX = "download the checkpoint again"
 
@@ -37,6 +38,7 @@ class Checkpoint:
         name: what it is called: by its folder, a link to it, or the hub's cache.
         text_folder: holds tokenizer.json.
         banned: ids that may never be sampled: the mask, and what the tokenizer cannot decode; bool [vocab].
+        width_from: what told the block width.
     """
 
     folder: Path
@@ -47,6 +49,7 @@ class Checkpoint:
     spec: DecoderSpec
     decoding: Decoding
     banned: torch.Tensor
+    width_from: str
 
     @cached_property
     def _places(self) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
@@ -55,7 +58,7 @@ class Checkpoint:
         Raises:
             SpotDeployError: a file cannot be read, or its header says more than there is.
         """
-        found = {}
+        found: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
         for file in self._weight_files():
             try:
                 begin, entries = safetensors_header(file)
@@ -63,8 +66,10 @@ class Checkpoint:
                 if file.stat().st_size != end:
                     raise ValueError(f"{file.stat().st_size} bytes in place of {end}")
                 for name, entry in entries.items():
+                    if name in found:
+                        raise ValueError(f"{name} is in {found[name][0].name} as well")
                     found[name] = (file, str(entry["dtype"]), tuple(entry["shape"]))
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise SpotDeployError("checkpoint-weights", f"cannot read {file}", seen=str(error), fix=FIX) from error
         return found
 
@@ -80,10 +85,9 @@ class Checkpoint:
         places, sources = self._places, self._sources
         used = {name for source in sources.values() for name in source.names}
         missing = sorted(used - set(places))
-        tied: set[str] = set()
-        if self.spec.tied_head:  # some files hold the head all the same
-            tied = set(self.family.sources(replace(self.spec, tied_head=False))["head.weight"].names)
-        unknown = sorted(set(places) - used - tied)
+        tied = self._unused_head()
+        extra = {name for name in places if name.endswith("rotary_emb.inv_freq")}  # old files hold what is computed
+        unknown = sorted(set(places) - used - extra - ({tied} if tied else set()))
         odd = sorted(f"{n} is {places[n][1]}" for n in used & set(places) if places[n][1] not in READ)
         if odd:
             raise SpotDeployError(
@@ -95,7 +99,7 @@ class Checkpoint:
             )
         wrong = [
             f"{name}: {list(places[name][2])} in place of {list(shape)}"
-            for name, shape in published_shapes(self.spec, sources).items()
+            for name, shape in (published_shapes(self.spec, sources) | self._head_shape(tied)).items()
             if name in places and places[name][2] != shape
         ]
         if missing or wrong or unknown:
@@ -110,6 +114,40 @@ class Checkpoint:
                 fix="check that config.json belongs to these weights",
             )
         return {own: READ[places[source.names[0]][1]] for own, source in sources.items()}
+
+    def _unused_head(self) -> str | None:
+        """The head's tensor, where the head is tied and some files hold it all the same."""
+        if not self.spec.tied_head:
+            return None
+        return self.family.sources(replace(self.spec, tied_head=False))["head.weight"].names[0]
+
+    def _head_shape(self, name: str | None) -> dict[str, tuple[int, ...]]:
+        return {name: (self.spec.vocab, self.spec.hidden)} if name else {}
+
+    def check_tied_head(self) -> None:
+        """Check that a tied head which the files hold all the same is the embedding.
+
+        Raises:
+            SpotDeployError: it is not, so that one of config and files is wrong (transformers believes the files).
+        """
+        name = self._unused_head()
+        if not self.dtypes or name is None or name not in self._places:
+            return
+        embedding = self._sources["embed.weight"].names[0]
+        with (
+            safe_open(self._places[name][0], "pt") as heads,
+            safe_open(self._places[embedding][0], "pt") as embeddings,
+        ):
+            head, embed = heads.get_slice(name), embeddings.get_slice(embedding)
+            for start in range(0, self.spec.vocab, 8192):
+                if not torch.equal(head[start : start + 8192], embed[start : start + 8192]):
+                    raise SpotDeployError(
+                        "checkpoint-tied",
+                        "the config says that the head is the embedding, and the weights hold another one",
+                        seen=f"{name} and {embedding} differ at rows {start} and on",
+                        wanted="equal tensors, or only one of them",
+                        fix="set tie_word_embeddings (weight_tying) to false if the head is meant, else leave it out",
+                    )
 
     @cached_property
     def _sources(self) -> dict[str, Source]:
@@ -156,11 +194,20 @@ class Checkpoint:
         if index.is_file():
             document = read_json(index, code="checkpoint-index", fix=FIX)
             try:
-                names = sorted({str(name) for name in document["weight_map"].values()})
-            except (KeyError, TypeError, AttributeError) as error:
+                names = sorted(set(document["weight_map"].values()))
+                if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
+                    raise ValueError(f"weight_map names {names[:3]}, not files of this folder")
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
                 raise SpotDeployError(
-                    "checkpoint-index", f"{index.name} has no weight_map", seen=repr(error), fix=FIX
+                    "checkpoint-index", f"{index.name} has no weight_map that can be used", seen=repr(error), fix=FIX
                 ) from error
+            if "model.safetensors" not in names and (self.folder / "model.safetensors").is_file():
+                raise SpotDeployError(
+                    "checkpoint-weights",
+                    "the checkpoint holds its weights twice, and they may differ",
+                    seen=f"model.safetensors, and {index.name} with {len(names)} other files",
+                    fix="delete whichever is old",
+                )
         else:
             names = ["model.safetensors"]
         missing = [name for name in names if not (self.folder / name).is_file()]
@@ -168,9 +215,10 @@ class Checkpoint:
             raise SpotDeployError(
                 "checkpoint-weights",
                 f"{self.folder} lacks {', '.join(missing)}",
-                seen=", ".join(sorted(p.name for p in self.folder.iterdir() if p.suffix in OTHER_WEIGHTS)) or "none",
+                seen=", ".join(sorted(p.name for p in self.folder.iterdir() if p.suffix in OTHER_WEIGHTS)[:9])
+                or "none",
                 wanted="weights as safetensors",
-                fix="download the safetensors files; pickles (.bin, .pt) are never read",
+                fix="download the safetensors files, with their index if they are several; pickles are never read",
             )
         return [self.folder / name for name in names]
 
@@ -196,11 +244,20 @@ def open_checkpoint(
             fix="give the folder of a downloaded checkpoint",
         )
     config = Fields(_read_object(folder / "config.json"))
+    check_fields(config, "config.json")
+    if config.get("quantization_config") is not None:
+        raise SpotDeployError(
+            "checkpoint-quantised",
+            "the checkpoint's weights are quantised",
+            seen=f"quantization_config {config['quantization_config']!r:.100}",
+            wanted="weights as they were trained",
+            fix="use the checkpoint that is not quantised; export quantises itself (--precisions)",
+        )
     names = _names(folder)
     family = find_family(config, " ".join(names))
     try:
         spec = family.spec(config)
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:
         raise SpotDeployError(
             "checkpoint-config",
             f"config.json does not describe a {family.name} network",
@@ -209,8 +266,11 @@ def open_checkpoint(
         ) from error
     generation_path = folder / "generation_config.json"
     generation = _read_object(generation_path) if generation_path.is_file() else {}
+    check_fields(generation, generation_path.name)
     try:
-        width = _width(config, family, names, block_width)
+        width, told_by = (block_width, "--block-width") if block_width else family.width(config, " ".join(names))
+        if not 1 <= width <= 64:
+            raise ValueError(f"block width {width} ({told_by}) is not within 1..64")
         decoding = Decoding(
             block_width=width,
             mask_id=_mask_id(config, family, folder) if mask_id is None else mask_id,
@@ -226,7 +286,7 @@ def open_checkpoint(
             fix="set --block-width, --mask-id, --stop-ids or --max-positions",
         ) from error
     text_folder = _text_folder(folder)
-    text = Text(text_folder, decoding.reserved)
+    text = Text(text_folder, decoding.reserved, fix=f"{FIX}, or give the files that belong to it")
     if text.size > spec.vocab:
         raise SpotDeployError(
             "checkpoint-tokenizer",
@@ -238,7 +298,7 @@ def open_checkpoint(
     banned = torch.ones(spec.vocab, dtype=torch.bool)
     banned[list(text.known_ids())] = False
     banned[decoding.mask_id] = True
-    return Checkpoint(folder, names[0], text_folder, config, family, spec, decoding, banned)
+    return Checkpoint(folder, names[0], text_folder, config, family, spec, decoding, banned, told_by)
 
 
 def _names(folder: Path) -> list[str]:
@@ -271,13 +331,6 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise SpotDeployError("checkpoint-config", f"{path.name} is no JSON object", fix=FIX)
     return document
-
-
-def _width(config: Mapping[str, Any], family: Family, names: list[str], given: int | None) -> int:
-    width = given or family.width(config, " ".join(names))
-    if not 1 <= width <= 64:
-        raise ValueError(f"block width {width} is not within 1..64")
-    return width
 
 
 def _stop_ids(config: Mapping[str, Any], generation: Mapping[str, Any], family: Family) -> tuple[int, ...]:

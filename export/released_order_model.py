@@ -99,7 +99,15 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
             wanted="a PyTorch file of plain tensors; nothing else is ever unpickled",
             fix="save the state dict alone, or download the file again",
         ) from error
-    networks = {where: found for where, found in _networks(content, "") if len(found) >= LEAST_TENSORS}
+    try:
+        networks = {where: found for where, found in _networks(content, "") if len(found) >= LEAST_TENSORS}
+    except RecursionError as error:
+        raise SpotDeployError(
+            "drafter-content",
+            f"{path.name} holds itself",
+            seen="a mapping inside itself",
+            fix="save the state dict alone",
+        ) from error
     if len(networks) != 1:
         raise SpotDeployError(
             "drafter-content",
@@ -110,6 +118,18 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
             fix="save the state dict alone",
         )
     (found,) = networks.values()
+    odd = [
+        name
+        for name, t in found.items()
+        if t.is_meta or t.layout != torch.strided or not t.is_floating_point() or not torch.isfinite(t.float()).all()
+    ]
+    if odd:
+        raise SpotDeployError(
+            "drafter-content",
+            f"{path.name} holds tensors that are no plain finite floating-point numbers",
+            seen=", ".join(odd[:5]),
+            fix="download the file again, or save the state dict in float32",
+        )
     return {re.sub(r"^(?:module|_orig_mod|model)\.", "", name): tensor.float() for name, tensor in found.items()}
 
 

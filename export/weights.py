@@ -13,6 +13,7 @@ import onnx_ir
 import torch
 from safetensors.torch import save_file
 
+from spot_deploy.engines.errors import SpotDeployError
 from spot_deploy.engines.files import safetensors_header
 from spot_deploy.export.decoder import Decoder, DecoderSpec, parameter_dtype
 
@@ -69,6 +70,13 @@ def stream_weights(
         for name, shape in shapes.items():
             whole = tensor(name)
             assert (tuple(whole.shape), whole.dtype) == (shape, dtypes[name]), name
+            if not torch.isfinite(whole).all():
+                raise SpotDeployError(
+                    "checkpoint-weights",
+                    "the checkpoint's weights hold values that are no finite numbers",
+                    seen=f"in {name}",
+                    fix="download the checkpoint again, or look at how it was trained",
+                )
             whole.contiguous().flatten().view(torch.uint8).numpy().tofile(file)
     return stored_tensors(path)
 

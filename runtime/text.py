@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,9 +23,16 @@ class Text:
         folder: holds `tokenizer.json` and, for chat, `chat_template.jinja`.
         reserved: ids that text must never give, special in the tokenizer or not (SDAR's mask is not).
         named: named tokens that templates may use, such as `bos_token`.
+        fix: what an error about the files advises.
     """
 
-    def __init__(self, folder: Path, reserved: Sequence[int] = (), named: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        reserved: Sequence[int] = (),
+        named: Mapping[str, str] | None = None,
+        fix: str = "export the bundle again",
+    ):
         from tokenizers import Tokenizer
 
         try:
@@ -40,13 +48,15 @@ class Text:
         except Exception as error:  # tokenizers raises bare Exception
             raise SpotDeployError(
                 "tokenizer",
-                f"cannot read the tokenizer or the chat template in {folder}",
+                f"cannot read {TOKENIZER} or {TEMPLATE} in {folder}",
                 seen=str(error),
-                fix="export the bundle again",
+                fix=fix,
             ) from error
         self._tokenizer.encode_special_tokens = True
         added = self._tokenizer.get_added_tokens_decoder().values()
         self._special = [token.content for token in added if token.special]
+        decoder = self._template_tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(n for n, token in decoder.items() if token.special or n in reserved)
         self._named = dict(named or {})
 
     def known_ids(self) -> list[int]:
@@ -87,7 +97,7 @@ class Text:
                 "this target's chat template has no switch for thinking",
                 fix="leave out --thinking and --no-thinking",
             )
-        import jinja2
+        import jinja2.ext
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         def refuse(message: str) -> None:
@@ -96,10 +106,25 @@ class Text:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
+
+        class Generation(jinja2.ext.Extension):
+            """Templates mark in `{% generation %}` what training looks at; here it is text like any other."""
+
+            tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
+
+            def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+        environment.add_extension(Generation)
         environment.globals["raise_exception"] = refuse
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        environment.filters["tojson"] = lambda x, **more: json.dumps(x, **({"ensure_ascii": False} | more))
         try:
             return environment.from_string(self._template).render(
                 messages=[dict(m) for m in messages],
+                tools=None,
+                documents=None,
                 add_generation_prompt=True,
                 **self._named,
                 **({} if thinking is None else {THINKING: thinking}),
@@ -118,10 +143,24 @@ class Text:
 
     def encode_chat(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
         """Token ids of rendered messages; only the template's own special tokens count as such. As `render`."""
-        if not any(token in m["content"] for m in messages for token in self._special):
+        for message in messages:
+            for key, value in message.items():
+                if key != "content" and self._special_ids.intersection(self._encode_template(str(value))):
+                    raise usage_error(
+                        "chat-message", f"{key} of a message holds a special token", seen=str(value)[:100],
+                        fix="give a plain role such as user, assistant or system",
+                    )  # fmt: skip
+        # A tokenizer may normalise text into special tokens, so what counts is what it makes of the contents.
+        if not any(
+            self._special_ids.intersection(self._encode_template(m["content"]))
+            or any(token in m["content"] for token in self._special)
+            for m in messages
+        ):
             return self._encode_template(self.render(messages, thinking))
         # Contents that spell out special tokens are replaced by marks, and encoded apart.
-        marks = [chr(0xF0000 + i) for i in range(len(messages))]
+        used = {character for m in messages for character in m["content"]}
+        free = (chr(n) for n in range(0xF0000, 0xFFFFE) if chr(n) not in used)
+        marks = [mark for _, mark in zip(messages, free, strict=False)]
         marked = [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)]
         rendered = self.render(marked, thinking)
         ids: list[int] = []

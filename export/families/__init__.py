@@ -42,7 +42,8 @@ def find_family(config: Config, name: str) -> Family:
     Raises:
         SpotDeployError: none that export knows, or one that SPOT cannot decode.
     """
-    architecture = (config.get("architectures") or [None])[0]
+    stated = config.get("architectures") or [None]
+    architecture = stated if isinstance(stated, str) else stated[0]
     model_type = config.get("model_type")
     mapped = {str(value).rsplit(".", 1)[-1] for value in (config.get("auto_map") or {}).values()}
     reason = next((REFUSED[name] for name in (architecture, *mapped) if name in REFUSED), None)

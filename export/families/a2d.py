@@ -21,9 +21,9 @@ _ATTENTION = {"bd3lm": "block-causal", "mdlm": "full"}
 
 def _family(base: str, kind: str) -> Family:
     def refused(config: Config, name: str) -> str | None:
-        if any(other in name for other in _ATTENTION):
+        if sum(other in name for other in _ATTENTION) == 1:
             return None
-        return "a folder's name that holds bd3lm (block-causal) or mdlm (full): the config does not say how it attends"
+        return "a folder's name with either bd3lm (block-causal) or mdlm (full): the config does not say how it attends"
 
     spec, native = _BASES[base]
     return Family(

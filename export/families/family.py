@@ -12,21 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from spot_deploy.engines.errors import SpotDeployError
 from spot_deploy.export.decoder import Decoder, DecoderSpec, MoeSpec
+from spot_deploy.export.families.fields import Fields
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
 Config = Mapping[str, Any]
-
-
-class Fields(dict[str, Any]):
-    """A config.json whose fields say their names where they are missing or null."""
-
-    def __getitem__(self, key: str) -> Any:
-        if self.get(key) is None:
-            raise ValueError(f"{key} is {'null' if key in self else 'missing'}")
-        return super().__getitem__(key)
+__all__ = ["Config", "Family", "Fields", "Source"]
 
 
 @dataclass(frozen=True)
@@ -84,21 +77,23 @@ class Family:
     fits: Callable[[str], bool] = lambda name: True
     refused: Callable[[Config, str], str | None] = lambda config, name: None
 
-    def width(self, config: Config, folder_name: str) -> int:
-        """From the config, else from -bN in the name (JetLM's convention), else the default.
+    def width(self, config: Config, folder_name: str) -> tuple[int, str]:
+        """From the config or from -bN in the name (JetLM's convention), else the default; and which of them told.
 
         Raises:
-            ValueError: none of them tells.
+            ValueError: none of them tells, or they contradict each other.
         """
-        for key in self.width_keys:
-            if isinstance(config.get(key), int):
-                return int(config[key])
-        named = re.search(r"-b(\d+)(?=[-\s]|$)", folder_name)
-        if named:
-            return int(named[1])
+        told = {key: config[key] for key in self.width_keys if config.get(key) is not None}
+        for number in re.findall(r"[-_]b(\d+)(?=[-_.\s]|$)", folder_name, re.IGNORECASE):
+            told[f"-b{int(number)} in the name"] = int(number)
+        if len(set(told.values())) > 1:
+            said = ", ".join(key if key.startswith("-") else f"{key} {width}" for key, width in told.items())
+            raise ValueError(f"the block width is told in contradicting ways: {said}")
+        if told:
+            return next((width, key) for key, width in told.items())
         if self.block_width is None:
             raise ValueError(f"neither the config nor the name tells the block width of a {self.name} checkpoint")
-        return self.block_width
+        return self.block_width, "what such checkpoints have where neither config nor name tells"
 
 
 def require(config: Config, wanted: Mapping[str, Any]) -> None:
@@ -120,9 +115,11 @@ def require(config: Config, wanted: Mapping[str, Any]) -> None:
 
 def rope_theta(config: Config) -> float:
     """The base of plain rotary embeddings, from either spelling of the config."""
+    for key in ("rope_parameters", "rope_scaling"):
+        told = config.get(key) or {}
+        kind = told.get("rope_type", told.get("type", "default" if "factor" not in told else "scaled"))
+        require({f"{key}.rope_type": kind}, {f"{key}.rope_type": "default"})
     rope = config.get("rope_parameters") or {}
-    require({"rope_type": rope.get("rope_type", "default")}, {"rope_type": "default"})
-    require(config, {"rope_scaling": None})
     return float(rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"])
 
 

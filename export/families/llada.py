@@ -59,7 +59,7 @@ def _spec(config: Config) -> DecoderSpec:
         head_dim=config["d_model"] // heads,
         intermediate=config["mlp_hidden_size"],
         rope_theta=float(config["rope_theta"]),
-        norm_eps=float(config.get("rms_norm_eps", 1e-5)),
+        norm_eps=float(config.get("rms_norm_eps") or 1e-5),
         qk_norm=False,
         tied_head=bool(config["weight_tying"]),
     )

@@ -109,7 +109,7 @@ def _native(config: Config, layers: int) -> PreTrainedModel:
 
 def _refused(config: Config, name: str) -> str | None:
     for text in (name, str(config.get("_name_or_path", ""))):
-        if re.search(r"llada-?2\.[1-9]", text, re.IGNORECASE):
+        if re.search(r"llada[-_ ]?v?2[._]?[1-9]", text, re.IGNORECASE):
             return (
                 "LLaDA2.1 and later rewrite tokens that are already placed; SPOT drafts states in which a placed token "
                 "stays"

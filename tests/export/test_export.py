@@ -199,9 +199,13 @@ REFUSED = {
     "small-vocabulary": ({"vocab_size": 200}, "checkpoint-decoding"),
     "mask": ({"mask_token_id": 5000}, "checkpoint-decoding"),
     "width": ({"block_size": 100}, "checkpoint-decoding"),
-    "width-zero": ({"block_size": 0}, "checkpoint-decoding"),
-    "width-negative": ({"block_size": -8}, "checkpoint-decoding"),
-    "capacity": ({"max_position_embeddings": "many"}, "checkpoint-decoding"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "checkpoint-quantised"),
+    "rope-old-spelling": (
+        {"rope_parameters": {"type": "linear", "factor": 4, "rope_theta": 1e4}},
+        "checkpoint-unsupported",
+    ),
+    "rope-factor": ({"rope_scaling": {"factor": 4}}, "checkpoint-unsupported"),
+    "widths": ({"block_length": 16}, "checkpoint-decoding"),
     "rope-parameters": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "checkpoint-unsupported"),
 }
 
@@ -214,9 +218,52 @@ def test_config_that_cannot_be_decoded(checkpoint_copy, changes, code):
     assert caught.value.code == code
 
 
-def test_later_llada2_is_refused_by_its_name(checkpoint_copy):
+ODD = {
+    "max_position_embeddings": ("many", 256.0, 0, True),
+    "block_size": (0, -8, "8", 8.0, [8], True),
+    "num_hidden_layers": (10**7, -1, 2.0),
+    "vocab_size": (10**13, "320"),
+    "num_attention_heads": (0, None),
+    "head_dim": (16.0,),
+    "rms_norm_eps": (0, -1e-6, "1e-6", None),
+    "rope_theta": (0, -1.0, "10000", True),
+    "mask_token_id": (299.7, True, -1),
+    "bos_token_id": ([1], "a"),
+    "eos_token_id": (296.0, True, [[1]], ["a"]),
+    "tie_word_embeddings": ("false", 1),
+    "architectures": ({"a": 1}, [["x"]], 5, []),
+    "auto_map": (["x"], "a.b"),
+    "rope_parameters": ("yarn", {"rope_theta": 0}),
+    "layer_types": (["full_attention", "sliding_attention"], "x"),
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in ODD.items() for v in values])
+def test_fields_of_the_wrong_kind_are_named(checkpoint_copy, field, value):
+    edit_config(checkpoint_copy, **{field: value})
+    with pytest.raises(SpotDeployError) as caught:
+        open_checkpoint(checkpoint_copy)
+    assert caught.value.code == "checkpoint-config"
+    assert field in caught.value.seen
+    assert caught.value.exit_code == 1
+
+
+def test_fields_of_the_generation_config_too(checkpoint_copy):
+    (checkpoint_copy / "generation_config.json").write_text('{"eos_token_id": 296.0}')
+    with pytest.raises(SpotDeployError, match=r"generation_config\.json has fields") as caught:
+        open_checkpoint(checkpoint_copy)
+    assert "eos_token_id" in caught.value.seen
+
+
+def test_an_architecture_that_is_no_list_and_a_rope_scaling_that_scales_nothing_are_fine(checkpoint_copy):
+    edit_config(checkpoint_copy, architectures="SDARForCausalLM", rope_scaling={"rope_type": "default"})
+    assert open_checkpoint(checkpoint_copy).family.name == "sdar"
+
+
+@pytest.mark.parametrize("name", ["LLaDA2.1-mini", "LLaDA2_1-mini", "LLaDA21-mini", "llada-v2.1-flash", "LLaDA2.2"])
+def test_later_llada2_is_refused_by_its_name(checkpoint_copy, name):
     edit_config(checkpoint_copy, architectures=["LLaDA2MoeModelLM"])
-    named = checkpoint_copy.rename(checkpoint_copy.parent / "LLaDA2.1-mini")
+    named = checkpoint_copy.rename(checkpoint_copy.parent / name)
     with pytest.raises(SpotDeployError, match="cannot decode") as caught:
         open_checkpoint(named)
     assert caught.value.code == "checkpoint-refused"
@@ -274,6 +321,7 @@ def test_weights_that_do_not_fit(checkpoint_copy, damage):
     elif damage == "pickle":
         path.rename(path.with_name("pytorch_model.bin"))
     elif damage == "shard":
+        path.unlink()
         index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
         (checkpoint_copy / "model.safetensors.index.json").write_text(json.dumps(index))
     named = {
@@ -299,10 +347,110 @@ def test_undecodable_ids_and_the_mask_are_banned(tiny_checkpoint, tiny_runtime):
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "width"), [("SDAR-8B-Chat-b32", {}, 32), ("SDAR-4B", {}, 4), ("x-b32", {"block_size": 16}, 16)]
+    ("name", "config", "width"),
+    [
+        ("SDAR-8B-Chat-b32", {}, 32),
+        ("SDAR-8B-b32_hf", {}, 32),
+        ("SDAR-8B-B32.v1", {}, 32),
+        ("SDAR-4B", {}, 4),
+        ("SDAR-4B-base", {}, 4),
+        ("x", {"block_size": 16}, 16),
+        ("x-b16", {"block_size": 16}, 16),
+    ],
 )
 def test_block_width_from_config_name_or_default(name, config, width):
-    assert SDAR.width(config, name) == width
+    assert SDAR.width(config, name)[0] == width
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("x-b32", {"block_size": 16}), ("SDAR-b16-b32", {}), ("x", {"block_size": 8, "block_length": 16})],
+)
+def test_block_widths_that_contradict_each_other_must_be_decided(name, config):
+    with pytest.raises(ValueError, match="contradicting"):
+        SDAR.width(config, name)
+
+
+def exported(folder, tmp_path):
+    return export_bundle(folder, tmp_path / "out.spot", order_model=None, options=ExportOptions(parity="none"))
+
+
+def test_a_head_that_is_not_the_embedding_contradicts_a_tied_config(checkpoint_copy, tmp_path):
+    """transformers believes the weights, older modeling files the config; whoever exports must say which is right."""
+    edit_config(checkpoint_copy, tie_word_embeddings=True)
+    with pytest.raises(SpotDeployError, match="the head is the embedding, and the weights hold another") as caught:
+        exported(checkpoint_copy, tmp_path)
+    assert "lm_head.weight" in caught.value.seen
+    tensors = load_file(checkpoint_copy / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, checkpoint_copy / "model.safetensors")
+    open_checkpoint(checkpoint_copy).check_tied_head()
+    tensors["lm_head.weight"] = torch.zeros(3)
+    save_file(tensors, checkpoint_copy / "model.safetensors")
+    with pytest.raises(SpotDeployError, match="not those of its config"):
+        exported(checkpoint_copy, tmp_path)
+    assert not list(tmp_path.glob("out.spot"))
+
+
+@pytest.mark.parametrize("damage", ["twice", "in two shards", "outside", "null"])
+def test_weights_that_are_there_twice_or_elsewhere(tmp_path, damage):
+    folder = write_tiny_checkpoint(tmp_path / "target-b8", shards=True)
+    index = folder / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    shards = sorted(set(document["weight_map"].values()))
+    if damage == "twice":
+        save_file(load_file(folder / shards[0]), folder / "model.safetensors")
+    elif damage == "in two shards":
+        name = next(iter(load_file(folder / shards[0])))
+        save_file(load_file(folder / shards[-1]) | {name: torch.ones(1)}, folder / shards[-1])
+    else:
+        document["weight_map"]["lm_head.weight"] = "../x.safetensors" if damage == "outside" else None
+        index.write_text(json.dumps(document))
+    with pytest.raises(SpotDeployError) as caught:
+        open_checkpoint(folder).tensors()
+    assert caught.value.code in ("checkpoint-weights", "checkpoint-index")
+    named = {"twice": "model.safetensors", "in two shards": shards[0], "outside": "../x", "null": "None"}
+    assert named[damage] in caught.value.seen
+
+
+def test_weights_that_are_no_numbers_are_named(checkpoint_copy, tmp_path):
+    tensors = load_file(checkpoint_copy / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_proj.weight"][3, 2] = torch.nan
+    save_file(tensors, checkpoint_copy / "model.safetensors")
+    with pytest.raises(SpotDeployError, match="no finite numbers") as caught:
+        exported(checkpoint_copy, tmp_path)
+    assert "layers.1.q.weight" in caught.value.seen
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "code"),
+    [
+        ("tokenizer_config.json", "{", "checkpoint-tokenizer"),
+        ("tokenizer_config.json", "[]", "checkpoint-tokenizer"),
+        ("special_tokens_map.json", "{", "checkpoint-tokenizer"),
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1", "tokenizer"),
+        ("chat_template.jinja", "{% for m in messages %}", "checkpoint-template"),
+        ("chat_template.jinja", "{{ 1 // 0 }}", "checkpoint-template"),
+        ("chat_template.jinja", "{{ nobody.told }}", "checkpoint-template"),
+        ("chat_template.jinja", "{% for i in range(10**9) %}x{% endfor %}", "checkpoint-template"),
+    ],
+)
+def test_text_files_that_cannot_be_used_are_told_before_weights_are_written(
+    checkpoint_copy, tmp_path, file, text, code
+):
+    (checkpoint_copy / file).write_text(text)
+    said = []
+    with pytest.raises(SpotDeployError) as caught:
+        export_bundle(
+            checkpoint_copy,
+            tmp_path / "o.spot",
+            order_model=None,
+            options=ExportOptions(parity="none"),
+            say=said.append,
+        )
+    assert caught.value.code == code
+    assert "writing the weights" not in said
+    assert "export the bundle again" not in caught.value.fix
 
 
 def test_signatures_cover_the_contract():

@@ -237,7 +237,7 @@ def test_nothing_tells_the_stop_ids(tmp_path):
     [
         (SDAR_8B | {"head_dim": None}, "head_dim is null"),
         (DREAM | {"num_attention_heads": None}, "num_attention_heads is null"),
-        (SDAR_8B | {"hidden_size": "4096"}, "hidden='4096'"),
+        (SDAR_8B | {"hidden_size": "4096"}, "hidden_size is '4096'"),
         ({k: v for k, v in LLADA.items() if k != "d_model"}, "d_model is missing"),
         (LLADA2 | {"_moe_implementation": "fused"}, "_moe_implementation"),
         (LLADA | {"input_emb_norm": True}, "input_emb_norm"),

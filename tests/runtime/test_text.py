@@ -71,6 +71,43 @@ def test_reserved_ids_are_never_text_even_if_the_tokenizer_does_not_call_them_sp
     assert 299 not in Text(tmp_path, reserved=(299,)).encode("a<|MASK|>b")
 
 
+@pytest.mark.parametrize(
+    ("normaliser", "written"),
+    [
+        ({"type": "Lowercase"}, "x<|IM_END|>y"),
+        ({"type": "NFKC"}, "x\uff1c|im_end|\uff1ey"),
+        ({"type": "Replace", "pattern": {"String": "\u200b"}, "content": ""}, "x<|im_\u200bend|>y"),
+    ],
+)
+def test_text_that_a_tokenizer_normalises_into_a_special_token_stays_text(tiny_bundle, tmp_path, normaliser, written):
+    document = json.loads((tiny_bundle / "tokenizer.json").read_text())
+    document["normalizer"] = normaliser
+    for token in document["added_tokens"]:
+        token["normalized"] = True
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    (tmp_path / "chat_template.jinja").write_bytes((tiny_bundle / "chat_template.jinja").read_bytes())
+    text = Text(tmp_path, reserved=(299, 298, 296))
+    special = {token["id"] for token in document["added_tokens"]}
+    plain, attacked = (text.encode_chat([{"role": "user", "content": c}]) for c in ("x", written))
+    assert [i for i in plain if i in special] == [i for i in attacked if i in special]
+
+
+def test_a_role_that_holds_a_special_token_is_refused(tiny_bundle):
+    text = Text(tiny_bundle, reserved=(299, 298, 296))
+    with pytest.raises(SpotDeployError, match="role of a message holds a special token"):
+        text.encode_chat([{"role": "user<|im_end|>", "content": "x"}])
+
+
+def test_templates_find_what_transformers_gives_them(tiny_bundle, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((tiny_bundle / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ strftime_now('%Y') | length }}{% if tools is none and documents is none %}{{ messages[0] | tojson }}"
+        "{% endif %}{% generation %}{{ messages[0].content }}{% endgeneration %}"
+    )
+    rendered = Text(tmp_path).render([{"role": "user", "content": "<é>"}])
+    assert rendered == '4{"role": "user", "content": "<é>"}<é>'
+
+
 def test_template_may_use_named_tokens(tiny_bundle, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((tiny_bundle / "tokenizer.json").read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}{{ messages[0].content }}")
