@@ -128,6 +128,19 @@ class EngineRecord:
         """Whether the probe found every state bit-equal, whatever its batch mates."""
         return self.probe is not None and bool(self.probe["strict"])
 
+    def why_unproven(self, threads: int) -> str:
+        """Why speculation is not known to be strictly exact at any budget; empty where it is up to `exact_budget`."""
+        if threads != self.inputs.threads:
+            return f"the engine was probed with {self.inputs.threads} threads, not with {threads}"
+        if self.exact:
+            return ""
+        audited = ""
+        if self.audit is not None:
+            audited = (
+                f"; an audit of {self.audit['commits']} commits found {self.audit['near_ties']} near ties, no error"
+            )
+        return f"in this engine a state's last bits depend on its batch mates{audited}"
+
     def exact_budget(self, threads: int) -> int:
         """The largest budget for which speculation is known to be strictly exact; 0 is draft-free, the control."""
         assert self.probe is not None

@@ -97,6 +97,10 @@ def load_order_model(folder: Path) -> tuple[OrderModel, dict[str, object]]:
     from spot_deploy.engines.files import read_json
 
     fix = "give the folder that train-drafter wrote"
+    if not (folder / "order_model.json").is_file():
+        raise SpotDeployError(
+            "order-model", f"{folder} is no order model", wanted="a folder with order_model.json", fix=fix
+        )
     card = read_json(folder / "order_model.json", code="order-model", fix=fix)
     if not isinstance(card, dict) or card.get("format") != FORMAT or card.get("features_version") != 1:
         raise SpotDeployError("order-model", f"{folder} is no order model of this version", fix=fix)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from spot_deploy.engines import backends
-from spot_deploy.engines.contracts import Array, OrderSession, TargetSession
+from spot_deploy.engines.contracts import WEIGHT_PRECISIONS, Array, OrderSession, TargetSession
 from spot_deploy.engines.errors import usage_error
 from spot_deploy.engines.record import EngineRecord, open_record
 from spot_deploy.runtime.bundle import Bundle, open_bundle
@@ -49,6 +49,8 @@ class Result:
         exact: whether the law of the output is proven to be the target's own, in this engine.
         lossless: whether it is proven to be that of draft-free decoding in the same mode; `exact` says less only where
             attention is full and the cache frozen.
+        exactness: both in words, with the reason where something is not proven.
+        precision: what the engine's graph is in; `exact` speaks of this graph (int8 and int4 are other networks).
     """
 
     text: str
@@ -77,6 +79,8 @@ class Result:
     backend: str
     exact: bool
     lossless: bool
+    exactness: str
+    precision: str
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -109,6 +113,8 @@ class Runtime:
         order_model: OrderSession | None,
         backend: str,
         exact_budget: int,
+        precision: str = "f32",
+        why_unproven: str = "",
         most_budget: int | None = None,
         bundle_id: str = "",
     ):
@@ -117,6 +123,7 @@ class Runtime:
         self.order_model = order_model
         self.backend = backend
         self.exact_budget, self._most_budget = exact_budget, most_budget
+        self.precision, self._why_unproven = precision, why_unproven
         self.bundle_id = bundle_id
         self._defaults = defaults
         self._target: TargetSession | None = target
@@ -167,7 +174,7 @@ class Runtime:
         return cls(
             decoding=manifest.decoding,
             defaults=DecodeOptions(
-                budget=spec.budget if order is not None else 0,
+                budget=min(spec.budget, inputs.budgets[-1]) if order is not None else 0,
                 gamma=spec.gamma,
                 tau=spec.tau,
                 hedge_gate=spec.hedge_gate,
@@ -179,6 +186,8 @@ class Runtime:
             backend=inputs.backend,
             most_budget=inputs.budgets[-1] if backends.compiles(inputs.backend) else None,
             exact_budget=record.exact_budget(threads or inputs.threads),
+            precision=inputs.precision,
+            why_unproven=record.why_unproven(threads or inputs.threads),
             bundle_id=manifest.bundle_id,
         )
 
@@ -353,6 +362,22 @@ class Runtime:
         )
         return self._events(target, ids, options, drafter, observe)
 
+    def _exactness(self, options: DecodeOptions, exact: bool, lossless: bool, refreshes: int) -> str:
+        """`exact` and `lossless` in words."""
+        if exact:
+            if self.precision in WEIGHT_PRECISIONS:
+                return f"yes, of the {self.precision} graph (another network than the float32 one)"
+            return "yes"
+        frozen = f"no (frozen cache, refreshed by {refreshes} of the passes; --whole is exact)" if refreshes else ""
+        if lossless:
+            return frozen + "; equal to draft-free decoding over such a cache: yes"
+        if not options.exact:
+            return "no (the greedy verifier is not, above temperature 0)"
+        why = self._why_unproven
+        if not why:
+            why = f"the engine was probed up to budget {self.exact_budget}: use that, or build with a larger one"
+        return (f"{frozen}; equal to draft-free decoding: " if frozen else "") + f"not proven ({why})"
+
     def _events(
         self,
         target: RequestTarget,
@@ -391,6 +416,8 @@ class Runtime:
         phases["target"] = target.seconds - phases["prefill"]
         phases["host"] = seconds - target.seconds - phases["draft"]
         exact_here = options.sequential or (options.budget or 0) <= self.exact_budget
+        exact = options.exact and (decoding.exact_cache or options.whole) and exact_here
+        lossless = options.exact and exact_here
         yield Finished(
             Result(
                 text=text,
@@ -417,7 +444,9 @@ class Runtime:
                 seed=options.seed,
                 verifier=options.verifier,
                 backend=self.backend,
-                exact=options.exact and (decoding.exact_cache or options.whole) and exact_here,
-                lossless=options.exact and exact_here,
+                exact=exact,
+                lossless=lossless,
+                exactness=self._exactness(options, exact, lossless, target.refresh_forwards),
+                precision=self.precision,
             )
         )

@@ -75,6 +75,7 @@ class Plan:
         changes: what differs from the engine that is there; None: there is none that can be read.
         last_seconds: how long the last build of this backend took here.
         reuse: the compiled engine that is there stays, and is only proven.
+        replaces: the inputs of an engine of another layout or precision that is there.
     """
 
     bundle: Bundle
@@ -84,6 +85,7 @@ class Plan:
     changes: list[str] | None
     last_seconds: float | None
     reuse: bool = False
+    replaces: EngineInputs | None = None
 
     @property
     def up_to_date(self) -> bool:
@@ -121,10 +123,13 @@ def plan_build(path: Path, options: BuildOptions) -> Plan:
     changes: list[str] | None = None
     last = None
     reuse = False
+    replaces: EngineInputs | None = None
     if record_path(path, backend).is_file():
         with contextlib.suppress(SpotDeployError):  # damaged or of an older version: what is built now replaces it
             record = read_record(path, backend)
             changes, last = record.inputs.changes(inputs), record.build["seconds"]
+            if (record.inputs.layout, record.inputs.precision) != (inputs.layout, inputs.precision):
+                replaces = record.inputs
             faults = damaged_files(engine_folder(path, backend), record)
             if not changes and json.dumps(record.profiles) != json.dumps([asdict(profile) for profile in profiles]):
                 faults.append("profiles: others than this version makes")
@@ -146,6 +151,7 @@ def plan_build(path: Path, options: BuildOptions) -> Plan:
         changes,
         last,
         reuse,
+        replaces,
     )
 
 

@@ -114,6 +114,8 @@ def elementwise(bundle: Bundle, session: TargetSession, precision: str) -> list[
     passed = not clear.any() if allowed is not None else agreement >= ARGMAX_FLOOR
     ties = int(differ.sum() - clear.sum()) if allowed is not None else 0
     text = f"{agreement:.1%} of {len(differ)} rows" + (f", {ties} differ by a near tie" if ties else "")
+    if allowed is None:
+        text += f" (of quantised weights only {ARGMAX_FLOOR:.0%} are asked: another network than the float32 one)"
     gates.append(Gate("argmax", bool(passed), text, {"rows": len(differ), "agreement": agreement, "near_ties": ties}))
     return gates
 
@@ -199,6 +201,8 @@ def commit_traces(
         text = f"{len(differ)} of {len(traces)} traces differ, first at commit {min(differ)}{first_text}"
         if precision == "f32":
             text += f"; {near_ties} near ties, {violations} not explained by them"
+        else:
+            text += f" (told, not gated, in {precision})"
     figures = {
         "traces": len(traces),
         "commits": commits,

@@ -74,9 +74,11 @@ def command(
     """Make BUNDLE's engine for a backend and this machine, and prove it.
 
     The golden pass and traces of the bundle are replayed, states alone are compared with states among others, and where
-    they differ drafted decoding is audited. An engine that fails is not published; the one that was there stays.
+    they differ drafted decoding is audited. An engine that fails is not published; the one that was there stays. A
+    bundle has one engine of a backend: building in another precision or layout replaces it.
     """
     from spot_deploy.building import BuildOptions, build_planned, plan_build
+    from spot_deploy.runtime.text import TEMPLATE
 
     options = BuildOptions(**choices)
     plan = plan_build(bundle, options)
@@ -86,6 +88,7 @@ def command(
         else:
             _show_plan(plan, bundle, whole=dry_run)
         return
+    before = plan.replaces
     last = plan.last_seconds
     text = f"building for {options.backend}" + (f" (last time {last:.0f} s)" if last else "")
     with spinner(text) as say:
@@ -101,9 +104,12 @@ def command(
         return
     if built:
         _show_profiles([dict(profile) for profile in record.profiles], stderr_console())
+        if before is not None:
+            click.echo(f"replaced the engine that was there: {before.layout}, {before.precision}", err=True)
     click.echo(f"{options.backend}: {describe(record)}" + ("" if built else "; up to date"), err=True)
     if record.probe is not None:
-        click.echo(f'next: spot-deploy run {bundle} --backend {options.backend} --chat --prompt "TEXT"', err=True)
+        chat = " --chat" if (bundle / TEMPLATE).is_file() else ""
+        click.echo(f'next: spot-deploy run {bundle} --backend {options.backend}{chat} --prompt "TEXT"', err=True)
 
 
 def describe(record: EngineRecord) -> str:
@@ -124,6 +130,8 @@ def describe(record: EngineRecord) -> str:
     if record.audit is not None:
         facts.append(f"audit of {record.audit['commits']} commits: {record.audit['near_ties']} near ties, 0 violations")
     differ = [n for n in record.smoke["first_differences"] if n is not None]
+    if not record.smoke["traces"]:
+        return "; ".join([*facts, "no golden traces in this bundle"])
     facts.append(
         f"{len(differ)} of {record.smoke['traces']} golden traces differ from float32, first at commit {min(differ)}"
         if differ

@@ -107,10 +107,13 @@ def command(
     given: Any = [{"role": "user", "content": text}] if chat else text
     with Runtime.load(bundle, backend=backend, threads=threads) as runtime:
         if compare and not runtime.resolve(options).budget:
+            drafts = runtime.order_model is not None
             raise usage_error(
-                "compare", "there is nothing to compare with draft-free decoding", fix="--budget 1 or more"
+                "compare",
+                "there is nothing to compare with draft-free decoding",
+                seen="budget 0" if drafts else "a bundle without an order model",
+                fix="--budget 1 or more" if drafts else "export again with --order-model, or leave out --compare",
             )
-        probed = runtime.exact_budget
         show = not as_json and (sys.stdout.isatty() if stream is None else stream)
         result = _decode(runtime, given, thinking, options, show)
         control = _decode(runtime, given, thinking, replace(options, budget=0), False) if compare else None
@@ -124,7 +127,7 @@ def command(
         return
     if not show:
         click.echo(result.text)
-    _show_figures([result] if control is None else [control, result], probed)
+    _show_figures([result] if control is None else [control, result])
     if control is not None:
         same = control.token_ids == result.token_ids
         click.echo("the texts are identical" if same else "the texts differ (this mode is not exact)", err=True)
@@ -157,20 +160,7 @@ def _raise_unequal(result: Result, control: Result) -> None:
     )
 
 
-def _exactness(result: Result, probed: int) -> str:
-    if result.exact:
-        return "yes"
-    if result.refresh_forwards and result.lossless:
-        text = f"no (frozen cache, refreshed by {result.refresh_forwards} of the passes; --whole is exact)"
-        return text + "; equal to draft-free decoding over such a cache: yes"
-    if result.verifier == "greedy" and result.temperature > 0:
-        return "no (the greedy verifier is not, above temperature 0)"
-    if result.budget > probed > 0:
-        return f"not proven (the engine was probed up to budget {probed})"
-    return "not proven (the engine is not bit-exact, or runs with other threads than it was probed with)"
-
-
-def _show_figures(results: Sequence[Result], probed: int) -> None:
+def _show_figures(results: Sequence[Result]) -> None:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold")
@@ -198,7 +188,7 @@ def _show_figures(results: Sequence[Result], probed: int) -> None:
     phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in last.phases.items())
     passes = last.nfe + last.prefill_forwards + last.store_forwards
     read = f"{last.fetched / passes:,.0f} bytes read a pass"
-    console.print(f"time: {phases}; exact: {_exactness(last, probed)}; backend: {last.backend}, {read}")
+    console.print(f"time: {phases}; exact: {last.exactness}; backend: {last.backend} {last.precision}, {read}")
     if len(results) == 2:
         control, spot = results
         console.print(
