@@ -25,6 +25,7 @@ from spot_deploy.runtime.bundle import Bundle, open_bundle
 from spot_deploy.runtime.decode import CommitEvent, DecodeOptions, Figures, Observer, decode
 from spot_deploy.runtime.drafters import Drafter, SpotDrafter
 from spot_deploy.runtime.manifest import Decoding
+from spot_deploy.runtime.rejection import SampledChain
 from spot_deploy.runtime.target import RequestTarget, request_target
 from spot_deploy.runtime.text import Detokenizer, Message, Text
 
@@ -352,6 +353,8 @@ class Runtime:
             )
         if drafter is None and options.budget:
             drafter = self.spot_drafter(options)
+            if options.verifier == "rejection":
+                drafter = SampledChain(drafter.order_model, drafter.tau)
         target = request_target(
             self._target,
             decoding,
@@ -367,7 +370,7 @@ class Runtime:
         if exact:
             if self.precision in WEIGHT_PRECISIONS:
                 return f"yes, of the {self.precision} graph (another network than the float32 one)"
-            return "yes"
+            return "yes" if options.verifier != "rejection" else "yes, in law: not the draft-free text of this seed"
         frozen = f"no (frozen cache, refreshed by {refreshes} of the passes; --whole is exact)" if refreshes else ""
         if lossless:
             return frozen + "; equal to draft-free decoding over such a cache: yes"
@@ -417,7 +420,7 @@ class Runtime:
         phases["host"] = seconds - target.seconds - phases["draft"]
         exact_here = options.sequential or (options.budget or 0) <= self.exact_budget
         exact = options.exact and (decoding.exact_cache or options.whole) and exact_here
-        lossless = options.exact and exact_here
+        lossless = options.exact and exact_here and options.verifier != "rejection"
         yield Finished(
             Result(
                 text=text,

@@ -10,6 +10,7 @@ import numpy as np
 
 from spot_deploy.engines.contracts import Array
 from spot_deploy.engines.errors import usage_error
+from spot_deploy.runtime import rejection
 from spot_deploy.runtime.drafters import Drafter, Round
 from spot_deploy.runtime.head import Head
 from spot_deploy.runtime.manifest import HEDGE_WEIGHTS, MAX_BUDGET, Decoding
@@ -19,7 +20,7 @@ from spot_deploy.runtime.state import Commit, State
 from spot_deploy.runtime.target import RequestTarget
 from spot_deploy.runtime.tree import Node
 
-VERIFIERS = ("coupled", "uncoupled", "greedy")
+VERIFIERS = ("coupled", "uncoupled", "greedy", "rejection")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class DecodeOptions:
         hedge_gate: a second token is drafted where the stale top probability is below it.
         hedge_weights: `normalised`, `raw` or `none` (see SpotDrafter).
         verifier: `coupled` (exact), `uncoupled` (exact; drafts ignore the noise), `greedy` (accepts largest logits:
-            not exact at T > 0).
+            not exact at T > 0), `rejection` (of sampled chains; exact in law, not the draft-free text of the seed).
         ignore_eos: generate the full length, past stop ids.
         padded: give every verification pass the shape of a full budget.
         fuse: open blocks by a two-segment pass; False uses a store pass and an opening, another engine mode.
@@ -80,6 +81,7 @@ class DecodeOptions:
             "tau must be within 0.01..100": number("tau", 0.01, 100),
             "hedge_gate must be within 0..1": number("hedge_gate", 0, 1),
             f"hedge_weights must be one of {', '.join(HEDGE_WEIGHTS)}": self.hedge_weights in (None, *HEDGE_WEIGHTS),
+            "rejection is for temperatures above 0": self.verifier != "rejection" or self.temperature != 0,
             f"verifier must be one of {', '.join(VERIFIERS)}": self.verifier in VERIFIERS,
         }
         bad = [text for text, right in checks.items() if not right]
@@ -192,7 +194,7 @@ def decode(
             drafts: list[Node] = []
             if drafter is not None and budget and len(root.masked) > 1:
                 began = time.perf_counter()
-                coupled = noise if options.verifier == "coupled" else None
+                coupled = noise if options.verifier in ("coupled", "rejection") else None
                 drafts = drafter.draft(Round(state, head, commit, root, budget, coupled))
                 figures.phases["draft"] += time.perf_counter() - began
             states = [root, *(root.after(*node.path) for node in drafts)]
@@ -200,7 +202,10 @@ def decode(
             heads = [head for batch in batches for head in target.verify(batch, budget)]
             figures.nfe += 1
             figures.rounds += 1
-            accepted, end = _walk(states, heads, noise, options.verifier, figures, observe)
+            if options.verifier == "rejection" and noise is not None:
+                accepted, end = _reject(states, drafts, heads, noise, figures, observe)
+            else:
+                accepted, end = _walk(states, heads, noise, options.verifier, figures, observe)
             for taken in accepted:
                 yield CommitEvent(start + taken.position, taken.token, True)
             if drafts:
@@ -255,6 +260,26 @@ def _walk(
         accepted.append(commit)
         figures.accepted += 1
     return accepted, Verified(here, states[here], heads[here], successor, commit)
+
+
+def _reject(
+    states: list[State],
+    drafts: list[Node],
+    heads: list[Head],
+    noise: Noise,
+    figures: Figures,
+    observe: Observer | None,
+) -> tuple[list[Commit], Verified]:
+    """As `_walk`, by rejection sampling."""
+
+    def advance(index: int, commit: Commit) -> None:
+        figures.commits += 1
+        if observe is not None:
+            observe(states[index], heads[index], commit)
+
+    accepted, here, commit = rejection.walk(states, drafts, heads, noise, advance)
+    figures.accepted += len(accepted)
+    return accepted, Verified(here, states[here], heads[here], states[here].after(commit), commit)
 
 
 def _why_ended(drafts: list[Node], end: Verified) -> str:

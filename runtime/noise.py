@@ -14,6 +14,7 @@ import numpy as np
 from spot_deploy.engines.contracts import Array
 
 TAIL = 2**32 - 2  # reserved token id of "one of the ids outside the head"
+_UNIFORM = 2**32 - 4  # reserved token id of uniform numbers
 _MULTIPLIER = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -47,6 +48,11 @@ class Noise:
     def __init__(self, seed: int, sample: int = 0):
         folded = philox4x32((sample, 0, 0, 0), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
         self._key = (int(folded[0]), int(folded[1]))
+
+    def uniform(self, block: int, commits: int, lane: int) -> float:
+        """A uniform number in (0, 1), one of several at a commit."""
+        high, low, _, _ = philox4x32((block, commits, lane, _UNIFORM >> 1), self._key)
+        return (((int(high) << 32 | int(low)) >> 12) + 0.5) / 2.0**52
 
     def gumbel(self, block: int, commits: int, positions: Array | np.int64, tokens: Array, *, level: int = 0) -> Array:
         """Standard Gumbel values, float32, of the broadcast shape of `positions` and `tokens`.
