@@ -5,9 +5,11 @@ Every call's status is checked. Memory is freed when nothing refers to it any mo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,11 +20,13 @@ import numpy as np
 from spot_deploy.engines.contracts import Array
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
 
+DRIVER = Path("/proc/driver/nvidia/version")
+NON_BLOCKING = 1  # cudaStreamNonBlocking
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1}
 
 
 def missing_driver() -> str | None:
-    """What lacks for running on a GPU, in one sentence; None where a driver answers.
+    """What lacks for running on a GPU, in one sentence; None where a driver answers that is new enough.
 
     Checked before any TensorRT runtime object: without a driver some versions end the process.
     """
@@ -31,7 +35,16 @@ def missing_driver() -> str | None:
     except OSError as error:
         return f"this machine has no NVIDIA driver ({error})"
     status = driver.cuInit(0)
-    return f"the NVIDIA driver finds no usable GPU (cuInit returned {status})" if status else None
+    if status:
+        return f"the NVIDIA driver finds no usable GPU (cuInit returned {status})"
+    with contextlib.suppress(SpotDeployError):  # cuda-python is missing, which whoever needs it says better
+        supported, needed = (_call(f"cuda{which}GetVersion") for which in ("Driver", "Runtime"))
+        if supported // 1000 < needed // 1000:
+            return (
+                f"the NVIDIA driver supports CUDA {supported // 1000}, and cuda-bindings is for CUDA {needed // 1000}: "
+                f"install a newer driver, or cuda-bindings {supported // 1000}"
+            )
+    return None
 
 
 @functools.cache
@@ -108,15 +121,27 @@ def versions() -> dict[str, str]:
     if missing_driver() is not None:
         return {}
     model = bytes(_call("cudaGetDeviceProperties", 0).name).rstrip(b"\0").decode(errors="replace")
+    return {"gpu": f"{model} {capability()}", "driver": _driver_version()}
+
+
+def _driver_version() -> str:
+    """The driver's own version, which decides what is compiled while an engine runs; else its CUDA version."""
+    try:
+        told = re.search(r"(\d+\.\d+(?:\.\d+)?)", DRIVER.read_text(encoding="utf-8", errors="replace"))
+        if told:
+            return told[1]
+    except OSError:
+        pass
     version = int(_call("cudaDriverGetVersion"))
-    return {"gpu": f"{model} {capability()}", "driver": f"CUDA {version // 1000}.{version % 1000 // 10}"}
+    return f"CUDA {version // 1000}.{version % 1000 // 10}"
 
 
 class Stream:
     """A queue of work on the GPU."""
 
     def __init__(self) -> None:
-        self.handle: Any = _call("cudaStreamCreate")
+        # Non-blocking: while an ordinary stream is recorded, work on the default stream of any thread fails.
+        self.handle: Any = _call("cudaStreamCreateWithFlags", NON_BLOCKING)
         _free_with(self, "cudaStreamDestroy", self.handle)
 
     def __int__(self) -> int:
@@ -127,13 +152,20 @@ class Stream:
         _call("cudaStreamSynchronize", self.handle)
 
     def record(self, work: Callable[[], None]) -> Graph:
-        """What `work` puts into this stream, as a graph; it is not done now."""
+        """What `work` puts into this stream, as a graph; it is not done now.
+
+        Raises:
+            SpotDeployError: what `work` raises, or it cannot be recorded; the stream can be used again all the same.
+        """
         _call("cudaStreamBeginCapture", self.handle, _runtime().cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
         try:
             work()
-        finally:
-            recorded = _call("cudaStreamEndCapture", self.handle)
-        return Graph(recorded)
+        except BaseException:
+            status, recorded = _runtime().cudaStreamEndCapture(self.handle)
+            if int(status) == 0:
+                _call("cudaGraphDestroy", recorded)
+            raise
+        return Graph(_call("cudaStreamEndCapture", self.handle))
 
 
 class Graph:
@@ -186,6 +218,12 @@ class DeviceArray(DeviceView):
         assert array.flags.c_contiguous
         assert array.nbytes <= self.bytes
         _copy(self.address, array.ctypes.data, array.nbytes, "HostToDevice", stream)
+
+
+def copy_first(to: DeviceArray, source: DeviceView, count: int, stream: Stream) -> None:
+    """Copy the first `count` bytes on the GPU."""
+    assert count <= min(to.bytes, source.bytes)
+    _copy(to.address, source.address, count, "DeviceToDevice", stream)
 
 
 def _copy(to: int, source: int, count: int, kind: str, stream: Stream) -> None:

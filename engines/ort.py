@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spot_deploy.engines import cuda
+from spot_deploy.engines import cuda, trt
 from spot_deploy.engines.contracts import (
     WEIGHT_PRECISIONS,
     Array,
@@ -29,6 +29,8 @@ PROVIDERS = {
     "tensorrt": "TensorrtExecutionProvider",
 }
 DEVICE = "cuda"  # where tensors of the GPU providers lie, in ONNX Runtime's words
+# By default CUDA multiplies float32 with 10 bits (TF32).
+OPTIONS = {"cuda": {"use_tf32": "0"}}
 LAYOUT = "split"
 _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool", "tensor(float16)": "float16"}
 
@@ -84,6 +86,8 @@ def require_device(provider: str, targets: Sequence[str] = ()) -> None:
     if lacking := cuda.missing_driver():
         raise missing(lacking, "an NVIDIA driver and a GPU", "install the driver, or --provider cpu")
     cuda.versions()  # raises where cuda-python is missing
+    if provider == "tensorrt":
+        trt.FULL.load_libraries()
     if provider == "tensorrt" and not _loads("libnvinfer.so.10"):
         newer = "; libnvinfer.so.11 is there, which this package cannot use" if _loads("libnvinfer.so.11") else ""
         raise missing(
@@ -126,8 +130,11 @@ def _open(path: Path, signature: GraphSignature, threads: int, which: str, provi
     options.log_severity_level = 3
     # Spinning threads starve whatever else the embedding program runs.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if provider != "cpu":
+        onnxruntime.preload_dlls()  # CUDA and cuDNN from their own packages, where they are not installed otherwise
     try:
-        session = onnxruntime.InferenceSession(path, options, providers=[PROVIDERS[provider]])
+        chosen = (PROVIDERS[provider], OPTIONS.get(provider, {}))
+        session = onnxruntime.InferenceSession(path, options, providers=[chosen])
     except Exception as error:  # ONNX Runtime has no common base class for its errors
         raise SpotDeployError(
             "engine-load",

@@ -122,6 +122,11 @@ class TensorRT:
         except (ImportError, OSError) as error:  # a wheel without the libraries it binds to
             raise self._missing(str(error)) from error
 
+    def load_libraries(self) -> None:
+        """Load the package's libraries for others that want them by name; they lie on no search path."""
+        with contextlib.suppress(ImportError, OSError):
+            importlib.import_module(self._package)
+
     def versions(self) -> dict[str, str]:
         """Versions that decide what an engine computes."""
         return {self.name: str(self._import().__version__)} | cuda.versions()
@@ -265,7 +270,8 @@ class TensorRT:
         chosen = settings.capabilities
         if not self.ahead_of_time:
             self._require_driver("build")
-        key = " ".join((self.name, str(trt.__version__), *chosen))
+        gpu = () if self.ahead_of_time else tuple(cuda.versions().values())  # what is measured depends on it
+        key = " ".join((self.name, str(trt.__version__), *chosen, *gpu))
         cache = _TimingCache(timing_caches, key, warn)
         facts: dict[str, Any] = {"package": self.name, "versions": self.versions(), "capabilities": list(chosen)}
         graphs: dict[str, Any] = {}
@@ -300,8 +306,10 @@ class TensorRT:
 
     def _open(self, path: Path, signature: GraphSignature, compiled: Compiled) -> trt_run.Engine:
         self._require_driver("run")
-        weights = compiled.weights and compiled.weights.parent / "weights.safetensors"
-        cuda.require_memory(path, *([weights] if weights else []))
+        files = [path]
+        if compiled.weights is not None and signature.past_names:  # the order model's graph holds its own
+            files.append(compiled.weights.with_name("weights.safetensors"))
+        cuda.require_memory(*files)
         trt = self._import()
         log: deque[str] = deque(maxlen=_LOG_LINES)
         return trt_run.Engine(trt, self.name, path, signature, _logger(trt, log), log, compiled)
@@ -375,6 +383,8 @@ class _Build:
         wanted = {"VERSION_COMPATIBLE": "version" in settings.portable}
         # The weights that come back are those that were left out, and some versions drop biases under plain REFIT.
         wanted |= dict.fromkeys(("STRIP_PLAN", "REFIT_IDENTICAL"), settings.strip)
+        # TensorRT for RTX: without it passes may allocate memory, and cannot be recorded as CUDA graphs.
+        wanted["REQUIRE_USER_ALLOCATION"] = bool(settings.capabilities)
         for name in (name for name, on in wanted.items() if on):
             flag = getattr(flags, name)
             config.set_flag(flag)
@@ -449,7 +459,8 @@ def _logger(trt: Any, lines: deque[str]) -> Any:
             trt.ILogger.__init__(self)
 
         def log(self, severity: Any, message: str) -> None:
-            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR) and _NO_DRIVER not in message:
+            expected = _NO_DRIVER in message and cuda.missing_driver() is not None
+            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR) and not expected:
                 lines.append(message)
 
     return Logger()
@@ -536,7 +547,7 @@ class _TimingCache:
         with _deprecated(), _locked(self._path):
             cache = config.get_timing_cache()
             others, state = self._read(self._path)
-            if state == "reused" and others != self._data:
+            if cache is not None and state == "reused" and others != self._data:
                 theirs = config.create_timing_cache(others)
                 if theirs is not None:
                     cache.combine(theirs, False)

@@ -34,6 +34,7 @@ from spot_deploy.engines.inspector import Layer, parse_layers
 from spot_deploy.engines.prefix import DeviceSession
 
 Shape = tuple[int, ...]
+REPLAY = "graph-replay"  # the one fault of recording that is an error
 MOST_GRAPHS = 64  # of one lane: budgets times buckets, and prefixes at other addresses
 DTYPES = {  # TensorRT's names
     "FLOAT": "float32",
@@ -71,6 +72,7 @@ class Engine:
         plan = self._read(compiled.sha256)
         # The runtime must outlive its engines.
         self._runtime = self.made("a runtime", lambda: trt.Runtime(logger))
+        self._compiled_kernels: Any = None  # of TensorRT for RTX: shared by all contexts
         self._require_valid(plan)
         if compiled.host_code:
             self._runtime.engine_host_code_allowed = True  # these bytes are those that were built: see _read
@@ -164,7 +166,8 @@ class Engine:
         """A new execution context that works in `scratch`.
 
         TensorRT for RTX compiles kernels for the shapes that it meets. By default it does so in the background, and
-        changes over while a request is decoded: the same pass would not give the same bits. So it compiles at once.
+        changes over while a request is decoded: the same pass would not give the same bits. So it compiles at once,
+        and what was compiled for one context is there for the next.
         """
         trt = self.trt
         managed = trt.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -175,17 +178,20 @@ class Engine:
             config = self.made("a runtime configuration", self.engine.create_runtime_config)
             config.set_execution_context_allocation_strategy(managed)
             config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER
+            if self._compiled_kernels is None:
+                self._compiled_kernels = self.made("a runtime cache", config.create_runtime_cache)
+            self.agreed("its runtime cache", config.set_runtime_cache(self._compiled_kernels))
             made = self.made("an execution context", lambda: self.engine.create_execution_context(config))
         made.set_device_memory(scratch.address, scratch.bytes)
         return made
 
     def choose(self, shapes: Mapping[str, Shape]) -> int:
-        """The first profile that takes these input shapes.
+        """The profile for the smallest passes among those that take these input shapes.
 
         Raises:
             SpotDeployError: none does; the error names what comes closest.
         """
-        faults = []
+        faults, fitting = [], {}
         for index, profile in enumerate(self.profiles):
             bad = [
                 f"{name} {list(shape)} is not within {list(profile[name][0])} to {list(profile[name][1])}"
@@ -193,8 +199,10 @@ class Engine:
                 if not all(a <= n <= b for a, n, b in zip(profile[name][0], shape, profile[name][1], strict=True))
             ]
             if not bad:
-                return index
+                fitting[index] = sum(math.prod(most) for _, most in profile.values())
             faults.append(bad)
+        if fitting:
+            return min(fitting, key=lambda index: fitting[index])
         raise SpotDeployError(
             "engine-shape",
             f"{self.path.name} was not built for such a pass",
@@ -204,10 +212,11 @@ class Engine:
 
     def made(self, what: str, make: Callable[[], Any]) -> Any:
         """What `make` gives, or an error: TensorRT returns None or raises."""
+        self._log.clear()  # what it says now is about this
         try:
             result = make()
         except (RuntimeError, TypeError, ValueError) as error:
-            raise self.failed(f"{self.name} did not give {what}", str(error)) from error
+            raise self.failed(f"{self.name} did not give {what}", str(error), *self._log) from error
         if result is None:
             raise self.failed(f"{self.name} did not give {what}")
         return result
@@ -241,7 +250,7 @@ class _Context:
             agreed(f"{name} of {list(shape)}", context.set_input_shape(name, shape))
         for name, address in addresses.items():
             agreed(f"the address of {name}", context.set_tensor_address(name, address))
-        agreed("shapes that it needs and has not", context.infer_shapes())
+        agreed("shapes that it needs and has not", self._engine.made("shapes", context.infer_shapes))
 
     def output_shape(self, name: str) -> Shape:
         return tuple(int(d) for d in self._raw.get_tensor_shape(name))
@@ -272,6 +281,7 @@ class _Lane:
         self._scratch = DeviceArray("bool", [int(engine.engine.device_memory_size_v2)])
         self._context = _Context(engine, self._scratch, self.stream)
         self._recorded: dict[Any, _Recorded | None] = {}  # None: such a pass has been seen once
+        self._recordable = True
         sizes: dict[str, int] = {}
         for profile in engine.profiles:
             for spec in signature.inputs:
@@ -314,10 +324,17 @@ class _Lane:
         self._context.prepare(profile, shapes, addresses)
         self._context.execute()
         found = {name: self._context.output_shape(name) for name in self.outputs}
-        if key in self._recorded and self._context.capturable():
-            context = _Context(self._engine, self._scratch, self.stream)
-            context.prepare(profile, shapes, addresses)
-            self._recorded[key] = self._record(context, found, head)
+        if key in self._recorded and self._recordable and self._context.capturable():
+            self._recorded.pop(key)  # to the end: the oldest is given up first
+            try:
+                context = _Context(self._engine, self._scratch, self.stream)
+                context.prepare(profile, shapes, addresses)
+                self._recorded[key] = self._record(context, found, head)
+            except SpotDeployError as error:
+                if error.code == REPLAY:
+                    raise
+                # The pass itself has been done. What cannot be recorded is run as it is from now on.
+                self._recordable = False
         else:
             self._recorded[key] = None
         if len(self._recorded) > MOST_GRAPHS:
@@ -339,7 +356,7 @@ class _Lane:
         graph.launch(self.stream)
         if outputs() != wanted:
             raise SpotDeployError(
-                "graph-replay",
+                REPLAY,
                 f"a replayed CUDA graph of {self._engine.path.name} gives other results than the pass itself",
                 fix="report this with the versions of driver and TensorRT",
             )
@@ -352,30 +369,30 @@ class _Lane:
         return array
 
 
-class _Results:
-    """The outputs of one pass, unchanged for as long as this object lives: whoever reads them keeps the lane."""
+class _Loan:
+    """A lane while its outputs are needed; it goes back when nobody refers to this any more."""
 
-    def __init__(self, lane: _Lane, shapes: dict[str, Shape]):
-        self._lane, self._shapes = lane, shapes
+    def __init__(self, lane: _Lane, free: list[_Lane]):
+        self.lane = lane
+        weakref.finalize(self, free.append, lane).atexit = False
 
-    def fetch(self, names: Sequence[str]) -> dict[str, Array]:
-        """Copies of whole outputs."""
-        found = {name: self._lane.fetch(name, self._shapes[name]) for name in names}
-        self._lane.stream.wait()
-        return found
 
-    def row(self, name: str, index: int) -> Array:
+class _Rows:
+    """The full logits of one pass in a buffer of their own, so that the lane can run the next pass meanwhile."""
+
+    def __init__(self, lane: _Lane, shape: Shape, free: list[DeviceArray], stream: Stream):
+        source = lane.outputs["logits"]
+        self._buffer = free.pop() if free else DeviceArray(source.dtype, source.shape)
+        self._stream, self._row = stream, shape[1:]
+        weakref.finalize(self, free.append, self._buffer).atexit = False
+        cuda.copy_first(self._buffer, source, math.prod(shape) * cuda.ITEMSIZE[source.dtype], lane.stream)
+
+    def fetch(self, index: int) -> Array:
         """A copy of one row."""
-        shape = self._shapes[name][1:]
-        output = self._lane.outputs[name]
-        found = self._lane.fetch(name, shape, index * math.prod(shape) * cuda.ITEMSIZE[output.dtype])
-        self._lane.stream.wait()
+        found: Array = np.empty(self._row, _NUMPY[self._buffer.dtype])
+        self._buffer.download(found, self._stream, index * found.nbytes)
+        self._stream.wait()
         return found
-
-    def view(self, name: str) -> DeviceView:
-        """Where an output lies."""
-        output = self._lane.outputs[name]
-        return DeviceView(output.dtype, self._shapes[name], output.address, self)
 
 
 class Target(DeviceSession):
@@ -393,15 +410,18 @@ class Target(DeviceSession):
         self._past, self._kept = signature.past_names, signature.kept_names
         self._head = [t.name for t in signature.outputs if t.name not in (*self._kept, "logits")]
         self._free: list[_Lane] = []
+        self._spare_rows: list[DeviceArray] = []
         self._lock = threading.Lock()
 
     def run(self, inputs: TargetInputs, *, keep: bool) -> TargetOutputs:
         """One pass. What it kept, and its full logits, are there until the outputs are let go."""
-        lane = self._lane()
+        loan = _Loan(self._lane(), self._free)
+        lane = loan.lane
         outside = dict(zip(self._past, self.on_device(inputs.past, lane.stream), strict=True))
-        results = _Results(lane, lane.run(inputs.small(), outside, self._head))
-        weakref.finalize(results, self._free.append, lane).atexit = False
-        head = results.fetch(self._head)
+        shapes = lane.run(inputs.small(), outside, self._head)
+        head = {name: lane.fetch(name, shapes[name]) for name in self._head}
+        rows = _Rows(lane, shapes["logits"], self._spare_rows, self._copies)
+        lane.stream.wait()
         wrong = np.isnan(head["top_logits"][:, 0]) | np.isnan(head["rest_lse"])
         if wrong.any():
             raise SpotDeployError(
@@ -416,9 +436,14 @@ class Target(DeviceSession):
             top_ids=head["top_ids"],
             rest_lse=head["rest_lse"],
             rest_lse_raw=head.get("rest_lse_raw"),
-            row=lambda index: results.row("logits", index),
-            kept=[results.view(name) for name in self._kept] if keep else [],
+            row=rows.fetch,
+            kept=[self._view(loan, name, shapes[name]) for name in self._kept] if keep else [],
         )
+
+    @staticmethod
+    def _view(loan: _Loan, name: str, shape: Shape) -> DeviceView:
+        output = loan.lane.outputs[name]
+        return DeviceView(output.dtype, shape, output.address, loan)
 
     def _lane(self) -> _Lane:
         try:

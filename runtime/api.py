@@ -19,6 +19,7 @@ import numpy as np
 
 from spot_deploy.engines import backends
 from spot_deploy.engines.contracts import WEIGHT_PRECISIONS, Array, OrderSession, TargetSession
+from spot_deploy.engines.defaults import Defaults, read_defaults
 from spot_deploy.engines.errors import usage_error
 from spot_deploy.engines.record import EngineRecord, open_record
 from spot_deploy.runtime.bundle import Bundle, open_bundle
@@ -172,13 +173,15 @@ class Runtime:
         text = Text(bundle.path, manifest.decoding.reserved, manifest.named_tokens)
         text.check_golden(bundle.path)
         spec = manifest.speculation
+        own = read_defaults(bundle.path, inputs.backend) if engines is None else None
+        own = own or Defaults(min(spec.budget, inputs.budgets[-1]), spec.gamma, spec.tau, spec.hedge_gate)
         return cls(
             decoding=manifest.decoding,
             defaults=DecodeOptions(
-                budget=min(spec.budget, inputs.budgets[-1]) if order is not None else 0,
-                gamma=spec.gamma,
-                tau=spec.tau,
-                hedge_gate=spec.hedge_gate,
+                budget=own.budget if order is not None else 0,
+                gamma=own.gamma,
+                tau=own.tau,
+                hedge_gate=own.hedge_gate,
                 hedge_weights=spec.hedge_weights,
             ),
             text=text,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -127,12 +128,12 @@ class RequestTarget(ABC):
 
     def _heads(self, outputs: TargetOutputs, positions: Sequence[Array]) -> list[Head]:
         heads, first = [], 0
+        fetch, raw = outputs.row, outputs.rest_lse_raw  # heads outlive the pass; what it kept need not
         for masked in positions:
             part = slice(first, first + len(masked))
-            raw = outputs.rest_lse_raw
 
             def row(m: int, first: int = first) -> Array:
-                found = outputs.row(first + m)
+                found = fetch(first + m)
                 self.fetched += found.nbytes
                 return found
 
@@ -213,8 +214,10 @@ class BlockCausalTarget(RequestTarget):
 
     def _store(self, tokens: Array, own_mask: Array) -> None:
         last = np.array([len(tokens) - 1])
-        self._last = self._run(tokens[None], [self.cache.length], [-1], own_mask, last, keep=True)
-        self.cache.append(self._last.kept)
+        outputs = self._run(tokens[None], [self.cache.length], [-1], own_mask, last, keep=True)
+        self.cache.append(outputs.kept)
+        if self._decoding.given_start:
+            self._last = replace(outputs, kept=[])
 
     def _store_finished(self) -> None:
         if self._finished is not None:

@@ -35,6 +35,8 @@ from spot_deploy.verification import verify_engine
 
 STATES = (1, 2, 3, 4, 6, 9, 13, 21)
 CURVE_SECONDS = 20.0
+# Errors that say what a machine lacks; all others are failures.
+NOT_HERE = ("backend-missing", "provider", "driver-missing", "cuda-missing", "capability", "precision", "backend-clash")
 PAGE = """<!doctype html><meta charset="utf-8"><title>spot-deploy: engines of {{ machine.node }}</title>
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
@@ -70,13 +72,13 @@ bundle {{ bundle.path }} ({{ bundle.id[:16] }}), {{ prompts }} prompts, {{ new_t
 
 
 def wanted() -> Iterator[dict[str, Any]]:
-    """Options of every engine to try, in the order of the report."""
-    for provider in ("cpu", "cuda", "tensorrt"):
-        yield {"backend": "onnxruntime", "provider": provider, "precision": "f32"}
-    yield {"backend": "openvino", "precision": "f32"}
+    """Options of every engine to try, in the order of the report: those on a GPU first."""
     for backend in ("tensorrt-rtx", "tensorrt"):
         for layout, precision in (("packed", "bf16"), ("split", "f32")):
             yield {"backend": backend, "precision": precision, "layout": layout}
+    for provider in ("cuda", "cpu", "tensorrt"):
+        yield {"backend": "onnxruntime", "provider": provider, "precision": "f32"}
+    yield {"backend": "openvino", "precision": "f32"}
 
 
 def name_of(options: dict[str, Any]) -> str:
@@ -84,14 +86,17 @@ def name_of(options: dict[str, Any]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    gpu = cuda.versions() if cuda.missing_driver() is None else {}
+    try:
+        gpu, lacking = cuda.versions(), cuda.missing_driver()
+    except SpotDeployError as error:
+        gpu, lacking = {}, f"{error.what}: {error.seen}"
     return {
         "node": platform.node(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "processor": backends.processor(),
         "gpu": ", ".join(gpu.values()),
-        "no_gpu": cuda.missing_driver(),
+        "no_gpu": lacking,
     }
 
 
@@ -140,9 +145,10 @@ def decode(runtime: Runtime, questions: list[Any], budgets: list[int], new_token
     totals: dict[int, dict[str, Any]] = {
         b: {"seconds": 0.0, "tokens": [], "passes": 0, "commits": 0, "fetched": 0} for b in budgets
     }
-    for budget in budgets:
-        for _ in range(2):  # the second pass of a shape is the one that a CUDA graph is recorded from
-            runtime.generate(questions[0], budget=budget, max_new_tokens=new_tokens)
+    for question in questions:
+        for budget in budgets:
+            for _ in range(2):  # the second pass of a shape is the one that a CUDA graph is recorded from
+                runtime.generate(question, budget=budget, max_new_tokens=new_tokens)
     for question in questions:
         for budget, total in totals.items():
             result = runtime.generate(question, budget=budget, max_new_tokens=new_tokens)
@@ -174,12 +180,14 @@ def in_process(arguments: list[str], options: dict[str, Any], seconds: float) ->
         try:
             done = subprocess.run(command, timeout=max(1.0, seconds), capture_output=True, text=True, check=False)
         except subprocess.TimeoutExpired:
-            return {"error": {"what": f"it was not done after {seconds:.0f} s", "seen": ""}}
+            return {"error": {"code": "too-slow", "what": f"it was not done after {seconds:.0f} s", "seen": ""}}
+        lines = " | ".join(done.stderr.strip().splitlines()[-4:])
         if result.is_file():
             found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+            if "error" in found and found["error"]["code"] not in NOT_HERE:  # what the backend itself said
+                found["error"]["seen"] = "; ".join(part for part in (found["error"]["seen"], lines) if part)
             return found
-        lines = " | ".join(done.stderr.strip().splitlines()[-4:])
-        return {"error": {"what": f"its process ended with {done.returncode}", "seen": lines}}
+        return {"error": {"code": "crash", "what": f"its process ended with {done.returncode}", "seen": lines}}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -218,17 +226,22 @@ def main() -> None:
         "engines": [],
     }
     page = Environment(autoescape=True).from_string(PAGE)
-    for options in wanted():
-        if args.only and options["backend"] not in args.only:
-            continue
-        found = in_process(arguments, options, end - time.monotonic())
+    left = [options for options in wanted() if not args.only or options["backend"] in args.only]
+    while left:
+        # An engine that is slow takes no more than twice its share.
+        share = 2 * max(0.0, end - time.monotonic()) / (1 + len(left))
+        options = left.pop(0)
+        found = in_process(arguments, options, share)
         document["engines"].append({"name": name_of(options), "options": options, **found})
         write_json(args.output, document)
         write_text(args.output.with_suffix(".html"), page.render(document))
         said = found["error"]["what"] if "error" in found else _line(found)
         print(f"{name_of(options)}: {said}", flush=True)
-    failed = [g for e in document["engines"] for g in e.get("gates", []) if not g["passed"]]
-    print(f"{args.output} and {args.output.with_suffix('.html').name} are written; {len(failed)} gates failed")
+    gates = [g for e in document["engines"] for g in e.get("gates", []) if not g["passed"]]
+    broken = [e for e in document["engines"] if "error" in e and e["error"]["code"] not in NOT_HERE]
+    failed = gates + broken
+    said = f"{len(gates)} gates failed, {len(broken)} engines failed"
+    print(f"{args.output} and {args.output.with_suffix('.html').name} are written; {said}")
     raise SystemExit(3 if failed else 0)
 
 

@@ -127,6 +127,8 @@ def plan_build(path: Path, options: BuildOptions) -> Plan:
     if record_path(path, backend).is_file():
         with contextlib.suppress(SpotDeployError):  # damaged or of an older version: what is built now replaces it
             record = read_record(path, backend)
+            if backends.compiles(backend) and _proven_elsewhere(record, inputs):
+                inputs = record.inputs
             changes, last = record.inputs.changes(inputs), record.build["seconds"]
             if (record.inputs.layout, record.inputs.precision) != (inputs.layout, inputs.precision):
                 replaces = record.inputs
@@ -155,6 +157,16 @@ def plan_build(path: Path, options: BuildOptions) -> Plan:
     )
 
 
+DEVICE_VERSIONS = ("gpu", "driver")
+
+
+def _device_here(inputs: EngineInputs) -> bool:
+    with contextlib.suppress(SpotDeployError):
+        backends.require_device(inputs.backend, inputs.provider, inputs.targets)
+        return True
+    return False
+
+
 def _could_be_proven(record: EngineRecord, inputs: EngineInputs) -> bool:
     """Whether the compiled engine that is there is the one that is wanted, and lacks a proof that can be had here.
 
@@ -162,15 +174,29 @@ def _could_be_proven(record: EngineRecord, inputs: EngineInputs) -> bool:
     """
     there = record.inputs
     fixed = set() if "version" in there.portable else {there.backend}
-    if not there.targets and not {"same-sm", "ampere-plus"} & set(there.portable):
-        fixed.add("gpu")
+    if not there.targets and not _fits(there.portable, there.versions.get("gpu"), inputs.versions.get("gpu")):
+        return False
     versions = dict(inputs.versions) | {name: v for name, v in there.versions.items() if name in fixed}
     if replace(there, versions=versions) != inputs or (record.probe is not None and there == inputs):
         return False
-    with contextlib.suppress(SpotDeployError):
-        backends.require_device(inputs.backend, inputs.provider, inputs.targets)
-        return True
-    return False
+    return _device_here(inputs)
+
+
+def _fits(portable: tuple[str, ...], built: str | None, here: str | None) -> bool:
+    """Whether an engine for one GPU, named as in versions, with its compute capability last, may run on another."""
+    if built is None or here is None or built == here:
+        return built == here
+    before, now = (int(name.rpartition(" sm")[2]) for name in (built, here))
+    if "ampere-plus" in portable:
+        return now >= 80
+    return "same-sm" in portable and before == now
+
+
+def _proven_elsewhere(record: EngineRecord, inputs: EngineInputs) -> bool:
+    """Whether a machine without a GPU looks at the engine that is wanted, proven on a machine that has one."""
+    device = {name: v for name, v in record.inputs.versions.items() if name in DEVICE_VERSIONS}
+    same = replace(inputs, versions=dict(inputs.versions) | device) == record.inputs
+    return record.probe is not None and same and bool(device) and not _device_here(inputs)
 
 
 def _budgets(manifest: Manifest, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
@@ -387,8 +413,11 @@ def _layers(bundle: Bundle, session: TargetSession, inputs: EngineInputs, stage:
     Raises:
         SpotDeployError: it computes in another (exit code 3).
     """
-    layers = backends.engine_layers(inputs.backend, session)
     role = bundle.target_role(inputs)
+    try:
+        layers = backends.engine_layers(inputs.backend, session)
+    except SpotDeployError as error:  # an account that nobody has seen yet proves nothing against the engine
+        return {role: {"untold": f"{error.what}: {error.seen}"}}
     write_json(stage / f"{role}{LAYERS}", [asdict(layer) for layer in layers])
     wrong = wrong_precision(layers, inputs.precision)
     if wrong is not None:

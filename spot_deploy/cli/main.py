@@ -19,6 +19,7 @@ VERBS = {
     "export": "Checkpoint and order model to a bundle.",
     "build-engine": "Make a bundle's engine for a backend and this machine.",
     "run": "Decode a prompt.",
+    "calibrate": "Find the budget and mass floor that are fastest on this machine.",
     "verify": "Prove an engine again: parity, isolation, joining, speculative equality.",
     "inspect": "Show what a bundle holds.",
     "doctor": "Say what this machine can run and why not the rest; find leftovers.",

@@ -6,7 +6,7 @@ so which drafts are accepted is a matter of comparing with it (a test decodes fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -70,8 +70,19 @@ class Trajectory:
         """NFE with a drafter and budget. `noise`: what the drafter may see (coupled), or None."""
         return len(self.blocks) + len(self.rounds(drafter, budget, noise))
 
-    def rounds(self, drafter: Drafter, budget: int, noise: Noise | None) -> list[tuple[int, int]]:
-        """The passes after the openings, as (states verified, drafts accepted); arguments as `passes`."""
+    def rounds(
+        self,
+        drafter: Drafter,
+        budget: int,
+        noise: Noise | None,
+        told: Callable[[Node, bool], None] = lambda node, accepted: None,
+    ) -> list[tuple[int, int]]:
+        """The passes after the openings, as (states verified, drafts accepted).
+
+        Args:
+            drafter, budget, noise: as `passes`.
+            told: of every drafted state, and whether it was accepted.
+        """
         rounds = []
         for steps in self.blocks:
             anchor = 0
@@ -85,6 +96,9 @@ class Trajectory:
                 began = anchor
                 while anchor + 1 < len(steps) and steps[anchor + 1].state.key in drafted:
                     anchor += 1
+                path = {step.state.key for step in steps[began + 1 : anchor + 1]}
+                for node in drafts:
+                    told(node, root.after(*node.path).key in path)
                 rounds.append((1 + len(drafts), anchor - began))
         return rounds
 

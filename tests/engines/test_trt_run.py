@@ -18,7 +18,7 @@ import pytest
 import tensorrt_rtx as rtx
 from tensorrt_api import bindings, describe
 
-from spot_deploy import Runtime, SpotDeployError, build_engine
+from spot_deploy import Runtime, SpotDeployError, build_engine, building
 from spot_deploy.engines import cuda, ort, trt, trt_run
 from spot_deploy.engines.contracts import Compiled
 from spot_deploy.engines.files import sha256
@@ -115,9 +115,11 @@ RTX_ONLY = {
     "EngineInvalidityDiagnostics",
     "EngineValidity",
     "INVALID",
+    "create_runtime_cache",
     "dynamic_shapes_kernel_specialization_strategy",
     "num_compute_capabilities",
     "set_compute_capability",
+    "set_runtime_cache",
 }
 ASKED_FOR = {"get_engine_validity", "is_stream_capturable"}
 
@@ -161,6 +163,62 @@ def test_tensorrt_doubles_have_real_methods_with_real_parameters(api):
             assert ours in theirs, (name, method, ours, theirs)
             checked += 1
     assert checked >= 20
+
+
+def test_full_tensorrt_decodes_the_same(engine, tiny_bundle, runtime):
+    """Without what only TensorRT for RTX has: runtime configurations with strategies, questions before capture."""
+    decoding, signature, make = engine
+    wanted = commits(ort.Target(tiny_bundle / "target-split.onnx", signature, 1), decoding, [5, 6, 7], temperature=1.0)
+    session = trt_run.Target(make(rtx=False), signature)
+    for _ in range(3):
+        assert commits(session, decoding, [5, 6, 7], temperature=1.0) == wanted
+    assert runtime.launches > 10
+
+
+def test_passes_that_cannot_be_recorded_are_run_as_they_are(engine, tiny_bundle, runtime):
+    decoding, signature, make = engine
+    wanted = commits(ort.Target(tiny_bundle / "target-split.onnx", signature, 1), decoding, [5, 6, 7], temperature=1.0)
+    session = trt_run.Target(make(), signature)
+    runtime.captures = False
+    for _ in range(2):
+        assert commits(session, decoding, [5, 6, 7], temperature=1.0) == wanted
+    assert not runtime.launches
+
+
+def test_one_request_takes_one_lane(engine, runtime):
+    """Rows of logits that the drafter may still ask for do not hold the buffers of a pass."""
+    decoding, signature, make = engine
+    session = trt_run.Target(make(), signature)
+    commits(session, decoding, list(range(20, 61)), temperature=1.0)
+    assert len(session._free) == 1
+    assert len(session._spare_rows) <= 3
+
+
+def test_a_driver_that_is_too_old_is_named(monkeypatch):
+    double = gpu_double.CudaRuntime()
+    monkeypatch.setattr(cuda, "_runtime", lambda: double)
+    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda _: SimpleNamespace(cuInit=lambda flags: 0))
+    assert cuda.missing_driver() is None
+    monkeypatch.setattr(gpu_double.CudaRuntime, "cudaDriverGetVersion", lambda _: (gpu_double.Status(0), 12040))
+    assert "supports CUDA 12, and cuda-bindings is for CUDA 13" in cuda.missing_driver()
+    assert cuda.versions() == {}
+
+
+@pytest.mark.parametrize(
+    ("portable", "built", "here", "fits"),
+    [
+        ((), "A sm89", "A sm89", True),
+        ((), "A sm89", "B sm89", False),
+        (("same-sm",), "A sm89", "B sm89", True),
+        (("same-sm",), "A sm86", "B sm89", False),
+        (("ampere-plus",), "A sm80", "B sm89", True),
+        (("ampere-plus",), "A sm80", "B sm75", False),
+        (("version",), "A sm89", "B sm89", False),
+        (("same-sm",), "A sm89", None, False),
+    ],
+)
+def test_gpus_that_an_engine_may_move_to(portable, built, here, fits):
+    assert building._fits(portable, built, here) == fits
 
 
 def test_a_refused_plan_is_an_error_with_the_last_words(engine):
@@ -271,7 +329,7 @@ def test_weights_that_are_not_there_are_an_error(engine, tiny_bundle, monkeypatc
 def test_an_account_that_is_no_json_is_an_error(engine, monkeypatch):
     opened = engine[2]()
     assert [(layer.kind, layer.dtypes) for layer in opened.layers()] == [("gemm", ("float32",))]
-    monkeypatch.setattr(gpu_double.EngineInspector, "get_engine_information", lambda *_: "{")
+    monkeypatch.setattr(gpu_double.EngineInspector, "get_engine_information", lambda *_: "{")  # the build goes on
     with pytest.raises(SpotDeployError, match="account is not understood"):
         opened.layers()
 
@@ -345,6 +403,10 @@ def test_an_engine_that_was_compiled_without_a_gpu_is_proven_where_there_is_one(
     assert (built, machine.compiles, proven.exact, proven.files) == (True, 1, True, record.files)
     assert build_engine(tiny_copy, **RTX) == (proven, False)
     Runtime.load(tiny_copy, backend="tensorrt-rtx").close()
+    # A machine without a GPU that shares the disk does not take the proof away.
+    machine.gpu = False
+    assert build_engine(tiny_copy, **RTX) == (proven, False)
+    machine.gpu = True
     build_engine(tiny_copy, **RTX, force=True)
     assert machine.compiles == 2
 

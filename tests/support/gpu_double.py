@@ -18,6 +18,10 @@ import onnx
 import onnxruntime
 import tensorrt_rtx
 
+# What TensorRT itself lacks, as attributes of the module; see test_trt_run.
+RTX_ONLY = {
+    "ComputeCapability", "DynamicShapesKernelSpecializationStrategy", "EngineInvalidityDiagnostics", "EngineValidity",
+}  # fmt: skip
 NUMPY = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(bool)": np.bool_}
 NAMES = {"tensor(float)": "FLOAT", "tensor(int64)": "INT64", "tensor(bool)": "BOOL"}
 
@@ -30,6 +34,10 @@ class Status(int):
 
 class Failure(Status):
     name = "cudaErrorMemoryAllocation"
+
+
+class Invalidated(Status):
+    name = "cudaErrorStreamCaptureInvalidated"
 
 
 class CudaRuntime:
@@ -45,7 +53,7 @@ class CudaRuntime:
     def __init__(self, memory: int = 1 << 30):
         self.memory, self.blocks, self.queues, self.handles = memory, {}, defaultdict(list), 0
         self.copied = defaultdict(int)
-        self.capturing, self.launches = {}, 0
+        self.capturing, self.launches, self.captures = {}, 0, True
 
     def _inside(self, address: int, count: int) -> None:
         for start, block in self.blocks.items():
@@ -55,6 +63,7 @@ class CudaRuntime:
         raise AssertionError(f"{address} is no device memory")
 
     def cudaMalloc(self, size):  # noqa: N802
+        assert not self.capturing, "nothing may be allocated while a stream is recorded"
         if sum(map(len, self.blocks.values())) + size > self.memory:
             return Failure(2), None
         block = (ctypes.c_ubyte * size)()
@@ -78,9 +87,13 @@ class CudaRuntime:
     def cudaDeviceGetAttribute(self, attribute, device):  # noqa: N802
         return Status(0), {75: 8, 76: 9}[attribute]
 
-    def cudaStreamCreate(self):  # noqa: N802
+    def cudaStreamCreateWithFlags(self, flags):  # noqa: N802
+        assert flags == 1, "other threads' work on the default stream would fail while this one is recorded"
         self.handles += 1
         return Status(0), self.handles
+
+    def cudaRuntimeGetVersion(self):  # noqa: N802
+        return Status(0), 13010
 
     def cudaStreamDestroy(self, stream):  # noqa: N802
         return (Status(0),)
@@ -94,6 +107,9 @@ class CudaRuntime:
 
     def cudaStreamEndCapture(self, stream):  # noqa: N802
         first = self.capturing.pop(stream)
+        if not self.captures:
+            del self.queues[stream][first:]
+            return Invalidated(901), None
         recorded, self.queues[stream] = self.queues[stream][first:], self.queues[stream][:first]
         return Status(0), recorded
 
@@ -155,14 +171,17 @@ class ExecutionContext:
 
     def __init__(self, engine):
         self._engine, self._shapes, self._addresses, self._profile = engine, {}, {}, None
-        self._scratch = None
+        self._scratch, self.ran = None, False
 
     def set_optimization_profile_async(self, profile_index, stream_handle):
-        self._profile = profile_index
+        self._profile, self._shapes = profile_index, {}
         return 0 <= profile_index < self._engine.num_optimization_profiles
 
-    def is_stream_capturable(self, stream):
-        return True
+    @property
+    def is_stream_capturable(self):
+        if not self._engine.package.rtx:
+            raise AttributeError("is_stream_capturable")
+        return lambda stream: True
 
     def set_device_memory(self, memory, size):
         assert size >= self._engine.device_memory_size_v2
@@ -192,6 +211,9 @@ class ExecutionContext:
         return [d if isinstance(d, int) else sizes[d] for d in output.shape]
 
     def execute_async_v3(self, stream_handle):
+        if self._engine.cuda.capturing:
+            assert self.ran, "the first pass of a context may do what cannot be recorded"
+        self.ran = True
         if self._engine.without_weights:
             return False
         engine, shapes, addresses = self._engine, dict(self._shapes), dict(self._addresses)
@@ -221,7 +243,8 @@ class CudaEngine:
 
     device_memory_size_v2 = 4096
 
-    def __init__(self, plan, cuda, spoil):
+    def __init__(self, plan, cuda, spoil, package):
+        self.package = package
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         self.session = onnxruntime.InferenceSession(plan["onnx"], options, providers=["CPUExecutionProvider"])
@@ -250,14 +273,22 @@ class CudaEngine:
         return EngineInspector(self.told)
 
     def create_runtime_config(self):
-        chosen = []
+        chosen, caches = [], []
         return SimpleNamespace(
             dynamic_shapes_kernel_specialization_strategy=None,
             set_execution_context_allocation_strategy=chosen.append,
+            create_runtime_cache=object,
+            set_runtime_cache=lambda cache: caches.append(cache) is None,
             chosen=chosen,
+            caches=caches,
         )
 
     def create_execution_context(self, runtime_config):
+        if not self.package.rtx:
+            assert runtime_config == tensorrt_rtx.ExecutionContextAllocationStrategy.USER_MANAGED
+            return ExecutionContext(self)
+        self.caches = [*getattr(self, "caches", []), *runtime_config.caches]
+        assert len(set(map(id, self.caches))) == 1, "what one context compiled is lost on the next"
         wanted = tensorrt_rtx.DynamicShapesKernelSpecializationStrategy.EAGER
         assert runtime_config.dynamic_shapes_kernel_specialization_strategy == wanted
         assert runtime_config.chosen == [tensorrt_rtx.ExecutionContextAllocationStrategy.USER_MANAGED]
@@ -333,7 +364,15 @@ class Runtime:
         if refuse is not None:
             self._logger.log(tensorrt_rtx.ILogger.ERROR, refuse)
             return None
-        return CudaEngine(plan, self._package.cuda, self._package.spoil)
+        return CudaEngine(plan, self._package.cuda, self._package.spoil, self._package)
+
+
+class FullRuntime(Runtime):
+    """TensorRT's: plans cannot be asked whether they fit."""
+
+    @property
+    def get_engine_validity(self):
+        raise AttributeError("get_engine_validity")
 
 
 class TensorRt:
@@ -343,20 +382,24 @@ class TensorRt:
         refuse: why no plan is taken.
         spoil: changes outputs, by name.
         validity: what TensorRT says of a plan before it is taken.
+        rtx: TensorRT for RTX; else TensorRT, which lacks some of its names.
     """
 
     __version__ = tensorrt_rtx.__version__
     Refitter, OnnxParserRefitter = Refitter, OnnxParserRefitter
 
-    def __init__(self, cuda, refuse=None, spoil=lambda name, value: value, validity=None):
+    def __init__(self, cuda, refuse=None, spoil=lambda name, value: value, validity=None, rtx=True):
+        self.rtx = rtx
         self.cuda, self.refuse, self.spoil = cuda, refuse, spoil
         self.validity = validity or (tensorrt_rtx.EngineValidity.VALID, 0)
 
     def __getattr__(self, name):
+        if not self.rtx and name in RTX_ONLY:
+            raise AttributeError(name)
         return getattr(tensorrt_rtx, name)
 
     def Runtime(self, logger):  # noqa: N802
-        return Runtime(logger, self)
+        return (Runtime if self.rtx else FullRuntime)(logger, self)
 
 
 def write_plan(path: Path, onnx: Path, profiles, *, stripped=False, host_code=False, dtype="Float") -> Path:
