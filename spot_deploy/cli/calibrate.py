@@ -110,7 +110,7 @@ def _show(evidence: dict[str, Any]) -> None:
         texts = [f"{cells[g]['passes']} ({cells[g]['speedup']:.2f}x)" if g in cells else "" for g in floors]
         table.add_row(str(budget), *texts)
     console.print(table)
-    table = Table(box=None, header_style="bold", title="drafted states: mass against acceptance", title_justify="left")
+    table = Table(box=None, header_style="bold", title="mass against acceptance", title_justify="left")
     for name in ("mass", "states", "mean mass", "accepted"):
         table.add_column(name, justify="right")
     for row in evidence["reliability"]:

@@ -80,7 +80,7 @@ def test_every_graph_builds_for_three_capabilities(role, built, tiny_bundle):
     assert graph["sha256"] == sha256(path)
     assert graph["onnx_sha256"] == {f.path: f.sha256 for f in manifest.files}[graph["onnx"]]
     assert graph["seconds"] > 0
-    assert graph["flags"] == []  # no TF32: float32 means float32
+    assert graph["flags"] == ["REQUIRE_USER_ALLOCATION"]  # no TF32: float32 means float32
     signature = manifest.graph(role)[1]
     for kind in ("inputs", "outputs"):
         specs = {t.name: t for t in getattr(signature, kind)}

@@ -10,7 +10,6 @@ import sys
 import time
 from dataclasses import asdict, replace
 
-import gpu_double
 import numpy as np
 import pytest
 from hypothesis import given
@@ -103,6 +102,7 @@ def test_missing_graph_and_useless_options(tiny_bundle):
 @pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
 def test_gpu_providers_are_refused_without_a_gpu(tiny_bundle, provider, monkeypatch):
     """Three machines: a package without the provider; no driver; a driver, but the wrong TensorRT."""
+    import gpu_double  # not at the top: a child process imports this file without the folder of doubles
     import onnxruntime
 
     with pytest.raises(SpotDeployError, match=provider) as caught:
