@@ -97,6 +97,11 @@ class GraphSignature:
         return [t.name for t in self.inputs if t.name.startswith(("past_k.", "past_v."))]
 
     @property
+    def head_names(self) -> list[str]:
+        """Outputs that every pass brings: all but the full logits and what is kept."""
+        return [t.name for t in self.outputs if t.name not in (*self.kept_names, "logits")]
+
+    @property
     def kept_names(self) -> list[str]:
         """k.0, v.0, k.1, ..."""
         return [t.name for t in self.outputs if t.name.startswith(("k.", "v."))]

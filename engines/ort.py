@@ -167,17 +167,13 @@ def Target(  # noqa: N802 - what the other backend modules have as a class
     return HostTarget(session, signature) if provider == "cpu" else DeviceTarget(session, signature)
 
 
-def _head_names(signature: GraphSignature) -> list[str]:
-    return [t.name for t in signature.outputs if t.name not in (*signature.kept_names, "logits")]
-
-
 class HostTarget(HostSession):
     """On the CPU (see contracts.TargetSession)."""
 
     def __init__(self, session: Any, signature: GraphSignature):
         self._session = session
         self._past, self._kept = signature.past_names, signature.kept_names
-        self._head = _head_names(signature)
+        self._head = signature.head_names
 
     def run(self, inputs: TargetInputs, *, keep: bool) -> TargetOutputs:
         names = [*self._head, "logits", *(self._kept if keep else [])]
@@ -206,7 +202,7 @@ class DeviceTarget(DeviceSession):
         super().__init__(dtypes[signature.past_names[0]])
         self._session, self._dtypes = session, dtypes
         self._past, self._kept = signature.past_names, signature.kept_names
-        self._head = _head_names(signature)
+        self._head = signature.head_names
 
     def run(self, inputs: TargetInputs, *, keep: bool) -> TargetOutputs:
         binding = self._session.io_binding()

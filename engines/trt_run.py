@@ -408,7 +408,7 @@ class Target(DeviceSession):
         super().__init__(next(t.dtype for t in signature.inputs if t.name == signature.past_names[0]))
         self.engine, self._signature = engine, signature
         self._past, self._kept = signature.past_names, signature.kept_names
-        self._head = [t.name for t in signature.outputs if t.name not in (*self._kept, "logits")]
+        self._head = signature.head_names
         self._free: list[_Lane] = []
         self._spare_rows: list[DeviceArray] = []
         self._lock = threading.Lock()
