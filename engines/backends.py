@@ -13,6 +13,7 @@ from spot_deploy.engines import cuda
 from spot_deploy.engines.contracts import Compiled, GraphSignature, OrderSession, TargetSession
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError, usage_error
 from spot_deploy.engines.inspector import Layer
+from spot_deploy.engines.profiles import Sizes
 
 # Module of this package, or an object in it.
 _MODULES = {"onnxruntime": "ort", "openvino": "ov", "tensorrt-rtx": "trt:RTX", "tensorrt": "trt:FULL"}
@@ -202,17 +203,18 @@ def open_target(
     precision: str,
     provider: str = "cpu",
     compiled: Compiled | None = None,
+    sizes: Sizes | None = None,
 ) -> TargetSession:
     """Open a target graph.
 
     Args:
         compiled: what to know of the file, where the backend compiles engines.
+        sizes: least, best and most of every free axis, where the provider compiles for shapes while it runs.
 
     Raises:
         SpotDeployError: the backend is missing, refuses the graph, or reports another signature or precision.
     """
-    more = () if compiled is None else (compiled,)
-    session: TargetSession = _module(backend).Target(path, signature, threads, precision, provider, *more)
+    session: TargetSession = _open("Target", backend, path, signature, threads, precision, provider, compiled, sizes)
     return session
 
 
@@ -225,17 +227,40 @@ def open_order_model(
     precision: str,
     provider: str = "cpu",
     compiled: Compiled | None = None,
+    sizes: Sizes | None = None,
 ) -> OrderSession:
     """Open an order model graph; arguments and errors as `open_target`."""
-    more = () if compiled is None else (compiled,)
-    session: OrderSession = _module(backend).OrderModel(path, signature, threads, precision, provider, *more)
+    session: OrderSession = _open("OrderModel", backend, path, signature, threads, precision, provider, compiled, sizes)
     return session
+
+
+def _open(
+    kind: str,
+    backend: str,
+    path: Path,
+    signature: GraphSignature,
+    threads: int,
+    precision: str,
+    provider: str,
+    compiled: Compiled | None,
+    sizes: Sizes | None,
+) -> Any:
+    opener = getattr(_module(backend), kind)
+    if compiled is not None:
+        return opener(path, signature, threads, precision, provider, compiled)
+    return opener(path, signature, threads, precision, provider, **({} if sizes is None else {"sizes": sizes}))
 
 
 def engine_layers(backend: str, session: TargetSession | OrderSession) -> list[Layer]:
     """The layers of a compiled engine that is open, as the backend's inspector gives them."""
     layers: list[Layer] = _module(backend).layers(session)
     return layers
+
+
+def compiled_kernels(backend: str, session: TargetSession | OrderSession) -> memoryview | None:
+    """What a backend compiled for this GPU while an engine ran (see contracts.Compiled.kernels); None: nothing."""
+    kernels: memoryview | None = _module(backend).compiled_kernels(session)
+    return kernels
 
 
 def default_threads() -> int:

@@ -58,6 +58,7 @@ def target_role(layout: str, precision: str = "f32") -> str:
     return f"target-{layout}" + ("" if precision == "f32" else f"-{precision}")
 
 
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1}
 MASKED = -1e30  # additive mask for "may not look"; finite, so that a row of only masks gives no NaN
 MIN_ROWS = 2  # one row alone takes another matrix kernel and differs in the last bits
 
@@ -236,11 +237,15 @@ class Compiled:
         sha256: of the file; bytes of another digest are not given to the backend.
         host_code: it holds code that runs on the host, as engines that are portable between versions do.
         weights: the ONNX file whose weights it was stripped of; None where it has its own.
+        buffers: bytes that it needs on the GPU besides weights, for one prefix and one pass; 0: not known.
+        kernels: a file of kernels that were compiled for it on this kind of GPU, and its sha256.
     """
 
     sha256: str
     host_code: bool = False
     weights: Path | None = None
+    buffers: int = 0
+    kernels: tuple[Path, str] | None = None
 
 
 class TargetSession(Protocol):

@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from spot_deploy.engines.contracts import Array
+from spot_deploy.engines.contracts import ITEMSIZE, Array
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
 
 DRIVER = Path("/proc/driver/nvidia/version")
 NON_BLOCKING = 1  # cudaStreamNonBlocking
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1}
 
 
 def missing_driver() -> str | None:
@@ -85,20 +84,24 @@ def _call(name: str, *arguments: Any) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def require_memory(*files: Path) -> None:
-    """Check that the GPU has room for what these files hold, before anything is loaded.
+def require_memory(*files: Path, buffers: int = 0) -> None:
+    """Check that the GPU has room for what these files hold, and for `buffers` bytes, before anything is loaded.
+
+    What a backend needs as scratch memory comes on top: it tells so only when the engine is open.
 
     Raises:
         SpotDeployError: it has not (exit code 4).
     """
-    needed = sum(path.stat().st_size for path in files)
+    weights = sum(path.stat().st_size for path in files)
+    needed = weights + buffers
     free, total = _call("cudaMemGetInfo")
     if needed > free:
         raise SpotDeployError(
             "too-little-gpu-memory",
-            "the GPU has too little memory left for the weights alone",
+            "the GPU has too little memory left",
             seen=f"{free / 1e9:.2f} GB free of {total / 1e9:.2f} GB",
-            wanted=f"{needed / 1e9:.2f} GB for {', '.join(path.name for path in files)}",
+            wanted=f"{weights / 1e9:.2f} GB for {', '.join(path.name for path in files)}"
+            f" and {buffers / 1e9:.2f} GB for one request",
             fix="end what else uses the GPU (nvidia-smi lists it), or take a smaller target or --precision",
             exit_code=ENVIRONMENT,
         )

@@ -22,6 +22,7 @@ from spot_deploy.engines.contracts import (
 from spot_deploy.engines.cuda import DeviceView
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError, backend_missing, refuse_clash
 from spot_deploy.engines.prefix import DeviceSession, HostSession
+from spot_deploy.engines.profiles import Sizes
 
 PROVIDERS = {
     "cpu": "CPUExecutionProvider",
@@ -31,6 +32,7 @@ PROVIDERS = {
 DEVICE = "cuda"  # where tensors of the GPU providers lie, in ONNX Runtime's words
 # By default CUDA multiplies float32 with 10 bits (TF32).
 OPTIONS = {"cuda": {"use_tf32": "0"}}
+SHAPES = ("trt_profile_min_shapes", "trt_profile_opt_shapes", "trt_profile_max_shapes")
 LAYOUT = "split"
 _DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(bool)": "bool", "tensor(float16)": "float16"}
 
@@ -120,7 +122,20 @@ def _check_precision(precision: str) -> None:
         raise ValueError(f"the CPU provider does not compute in {precision}")
 
 
-def _open(path: Path, signature: GraphSignature, threads: int, which: str, provider: str) -> Any:
+def provider_options(provider: str, signature: GraphSignature, sizes: Sizes | None) -> dict[str, str]:
+    """Options of a provider, with the shapes that TensorRT shall compile for.
+
+    Without shapes its provider compiles anew whenever a pass is larger than all before, which takes seconds to minutes.
+    """
+    options = dict(OPTIONS.get(provider, {}))
+    for which, name in enumerate(SHAPES if sizes is not None else ()):
+        assert sizes is not None
+        shapes = {t.name: [d if isinstance(d, int) else sizes[d][which] for d in t.shape] for t in signature.inputs}
+        options[name] = ",".join(f"{tensor}:{'x'.join(map(str, shape))}" for tensor, shape in shapes.items())
+    return options
+
+
+def _open(path: Path, signature: GraphSignature, threads: int, which: str, provider: str, sizes: Sizes | None) -> Any:
     import onnxruntime
 
     require_device(provider)
@@ -131,9 +146,10 @@ def _open(path: Path, signature: GraphSignature, threads: int, which: str, provi
     # Spinning threads starve whatever else the embedding program runs.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if provider != "cpu":
+        cuda.require_memory(path.with_name("weights.safetensors") if signature.past_names else path)
         onnxruntime.preload_dlls()  # CUDA and cuDNN from their own packages, where they are not installed otherwise
     try:
-        chosen = (PROVIDERS[provider], OPTIONS.get(provider, {}))
+        chosen = (PROVIDERS[provider], provider_options(provider, signature, sizes))
         session = onnxruntime.InferenceSession(path, options, providers=[chosen])
     except Exception as error:  # ONNX Runtime has no common base class for its errors
         raise SpotDeployError(
@@ -159,11 +175,16 @@ def _open(path: Path, signature: GraphSignature, threads: int, which: str, provi
 
 
 def Target(  # noqa: N802 - what the other backend modules have as a class
-    path: Path, signature: GraphSignature, threads: int, precision: str = "f32", provider: str = "cpu"
+    path: Path,
+    signature: GraphSignature,
+    threads: int,
+    precision: str = "f32",
+    provider: str = "cpu",
+    sizes: Sizes | None = None,
 ) -> TargetSession:
     """The target graph on a provider of ONNX Runtime."""
     _check_precision(precision)
-    session = _open(path, signature, threads, "target", provider)
+    session = _open(path, signature, threads, "target", provider, sizes)
     return HostTarget(session, signature) if provider == "cpu" else DeviceTarget(session, signature)
 
 
@@ -243,10 +264,16 @@ class OrderModel:
     """The order model on ONNX Runtime (see contracts.OrderSession)."""
 
     def __init__(
-        self, path: Path, signature: GraphSignature, threads: int, precision: str = "f32", provider: str = "cpu"
+        self,
+        path: Path,
+        signature: GraphSignature,
+        threads: int,
+        precision: str = "f32",
+        provider: str = "cpu",
+        sizes: Sizes | None = None,
     ):
         _check_precision(precision)
-        self._session = _open(path, signature, threads, "order model", provider)
+        self._session = _open(path, signature, threads, "order model", provider, sizes)
 
     def run(self, features: Array, state_id: Array, depth: Array, masked: Array) -> Array:
         feeds = {"features": features, "state_id": state_id, "depth": depth, "masked": masked}

@@ -9,12 +9,15 @@ for every bucket made TensorRT-RTX engines of the demo target eight times as lar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from spot_deploy.engines.contracts import MIN_ROWS, TargetShape
+from spot_deploy.engines.contracts import ITEMSIZE, MIN_ROWS, GraphSignature, TargetShape
 
 Shape = tuple[int, ...]
+Sizes = Mapping[str, tuple[int, int, int]]  # least, best, most by symbol of contracts
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Profile:
     """One optimisation profile: `symbols` gives (least, best, most) of R, S, Q, P, T and M (see contracts)."""
 
     role: str
-    symbols: Mapping[str, tuple[int, int, int]]
+    symbols: Sizes
 
     def shapes(self, shape: TargetShape) -> dict[str, tuple[Shape, Shape, Shape]]:
         """Least, best and largest shape of every input of the target graph, by name."""
@@ -116,6 +119,40 @@ def target_profiles(limits: Limits) -> list[Profile]:
         }
         profiles.append(Profile(role, symbols))
     return profiles
+
+
+def spanning(profiles: Iterable[Mapping[str, Any]]) -> Sizes:
+    """(least, best, most) by symbol over all profiles, as a record holds them; N is that of the order model.
+
+    The best is that of the last profile, `speculate`.
+    """
+    found = [p["symbols"] for p in profiles]
+    span = {s: (min(p[s][0] for p in found), found[-1][s][1], max(p[s][2] for p in found)) for s in found[0]}
+    return span | {"N": (1, span["S"][1], span["R"][2] * span["S"][2])}
+
+
+def buffer_bytes(signature: GraphSignature, largest: Iterable[Mapping[str, Shape]]) -> int:
+    """Bytes of buffers that hold all inputs and outputs of every pass: one prefix, and what one pass needs.
+
+    Args:
+        largest: by profile, the largest shape of every input; axes of outputs are as long as those of inputs.
+    """
+    sizes = symbol_sizes(signature, largest)
+    return sum(
+        ITEMSIZE[t.dtype] * math.prod(d if isinstance(d, int) else sizes[d] for d in t.shape)
+        for t in (*signature.inputs, *signature.outputs)
+    )
+
+
+def symbol_sizes(signature: GraphSignature, largest: Iterable[Mapping[str, Shape]]) -> dict[str, int]:
+    """The most that every free axis takes; arguments as `buffer_bytes`."""
+    sizes: dict[str, int] = {}
+    for shapes in largest:
+        for spec in signature.inputs:
+            for symbol, size in zip(spec.shape, shapes[spec.name], strict=True):
+                if isinstance(symbol, str):
+                    sizes[symbol] = max(sizes.get(symbol, 0), size)
+    return sizes
 
 
 def order_profile(limits: Limits) -> tuple[int, int, int]:

@@ -18,9 +18,10 @@ from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
 from spot_deploy.engines.files import read_json, sha256, write_json
 
 FORMAT = "spot-deploy-engine"
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 RECORD = "engine.json"
 LAYERS = ".layers.json"  # after a role: what the compiled engine consists of
+KERNELS = ".kernels"  # after a role: what the backend compiled for this GPU while the engine was proven
 
 
 @dataclass(frozen=True)

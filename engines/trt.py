@@ -23,7 +23,7 @@ from spot_deploy.engines.contracts import Compiled, GraphSignature, TargetShape
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError, refuse_clash, usage_error
 from spot_deploy.engines.files import atomic_path, sha256
 from spot_deploy.engines.inspector import Layer
-from spot_deploy.engines.profiles import Limits, Shape, order_profile, target_profiles
+from spot_deploy.engines.profiles import Limits, Shape, buffer_bytes, order_profile, target_profiles
 
 Shapes = Mapping[str, tuple[Shape, Shape, Shape]]  # by input: least, best, largest
 
@@ -56,6 +56,11 @@ class BuildJob:
     path: Path
     signature: GraphSignature
     profiles: Mapping[str, Shapes]
+
+    @property
+    def largest(self) -> list[dict[str, Shape]]:
+        """By profile, the largest shape of every input."""
+        return [{name: most for name, (_, _, most) in shapes.items()} for shapes in self.profiles.values()]
 
 
 @dataclass(frozen=True)
@@ -304,12 +309,16 @@ class TensorRT:
         """The layers of an open engine, as TensorRT's inspector gives them."""
         return session.engine.layers()
 
+    def compiled_kernels(self, session: trt_run.Target | trt_run.OrderModel) -> memoryview | None:
+        """What TensorRT for RTX compiled for this GPU while an engine ran; TensorRT has none."""
+        return session.engine.compiled_kernels()
+
     def _open(self, path: Path, signature: GraphSignature, compiled: Compiled) -> trt_run.Engine:
         self._require_driver("run")
         files = [path]
         if compiled.weights is not None and signature.past_names:  # the order model's graph holds its own
             files.append(compiled.weights.with_name("weights.safetensors"))
-        cuda.require_memory(*files)
+        cuda.require_memory(*files, buffers=compiled.buffers)
         trt = self._import()
         log: deque[str] = deque(maxlen=_LOG_LINES)
         return trt_run.Engine(trt, self.name, path, signature, _logger(trt, log), log, compiled)
@@ -366,6 +375,7 @@ class _Build:
                 name: {tensor: [list(shape) for shape in three] for tensor, three in shapes.items()}
                 for name, shapes in job.profiles.items()
             },
+            "buffers": buffer_bytes(job.signature, job.largest),
             **_histograms(network),
             "flags": [name for name, flag in trt.BuilderFlag.__members__.items() if config.get_flag(flag)],
             "engine": f"{job.role}.engine",

@@ -21,6 +21,7 @@ import numpy as np
 
 from spot_deploy.engines import cuda
 from spot_deploy.engines.contracts import (
+    ITEMSIZE,
     Array,
     Compiled,
     GraphSignature,
@@ -32,8 +33,8 @@ from spot_deploy.engines.cuda import DeviceArray, DeviceView, Stream
 from spot_deploy.engines.errors import ENVIRONMENT, SpotDeployError
 from spot_deploy.engines.inspector import Layer, parse_layers
 from spot_deploy.engines.prefix import DeviceSession
+from spot_deploy.engines.profiles import Shape, symbol_sizes
 
-Shape = tuple[int, ...]
 REPLAY = "graph-replay"  # the one fault of recording that is an error
 MOST_GRAPHS = 64  # of one lane: budgets times buckets, and prefixes at other addresses
 DTYPES = {  # TensorRT's names
@@ -69,10 +70,11 @@ class Engine:
         compiled: Compiled,
     ):
         self.trt, self.name, self.path, self._log = trt, name, path, log
-        plan = self._read(compiled.sha256)
+        plan = self._read(path, compiled.sha256)
         # The runtime must outlive its engines.
         self._runtime = self.made("a runtime", lambda: trt.Runtime(logger))
         self._compiled_kernels: Any = None  # of TensorRT for RTX: shared by all contexts
+        self._known_kernels = compiled.kernels
         self._require_valid(plan)
         if compiled.host_code:
             self._runtime.engine_host_code_allowed = True  # these bytes are those that were built: see _read
@@ -89,17 +91,17 @@ class Engine:
             for index in range(self.engine.num_optimization_profiles)
         ]
 
-    def _read(self, digest: str) -> memoryview:
-        """The file's bytes, mapped; checked here, where they are used, as an engine may hold code for the host."""
+    def _read(self, path: Path, digest: str) -> memoryview:
+        """A file's bytes, mapped; checked here, where they are used, as an engine may hold code for the host."""
         try:
-            plan = np.memmap(self.path, np.uint8, mode="r").data
+            plan = np.memmap(path, np.uint8, mode="r").data
         except (OSError, ValueError) as error:
-            raise self.failed("the engine file cannot be read", str(error)) from error
+            raise self.failed(f"{path.name} cannot be read", str(error)) from error
         found = hashlib.sha256(plan).hexdigest()
         if found != digest:
             raise SpotDeployError(
                 "engine-damaged",
-                f"{self.path.name} is not the file that was built",
+                f"{path.name} is not the file that was built",
                 seen=f"sha256 {found}",
                 wanted=f"sha256 {digest}",
                 fix=_REBUILD,
@@ -179,11 +181,24 @@ class Engine:
             config.set_execution_context_allocation_strategy(managed)
             config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER
             if self._compiled_kernels is None:
-                self._compiled_kernels = self.made("a runtime cache", config.create_runtime_cache)
+                self._compiled_kernels = self._kernels(config)
             self.agreed("its runtime cache", config.set_runtime_cache(self._compiled_kernels))
             made = self.made("an execution context", lambda: self.engine.create_execution_context(config))
         made.set_device_memory(scratch.address, scratch.bytes)
         return made
+
+    def _kernels(self, config: Any) -> Any:
+        """A runtime cache, with what was compiled when the engine was proven: the same bits, and no wait."""
+        cache = self.made("a runtime cache", config.create_runtime_cache)
+        if self._known_kernels is not None:
+            self.agreed("the kernels that were compiled for it", cache.deserialize(self._read(*self._known_kernels)))
+        return cache
+
+    def compiled_kernels(self) -> memoryview | None:
+        """What was compiled since the engine was opened, for `Compiled.kernels`; None where there is no such thing."""
+        if self._compiled_kernels is None:
+            return None
+        return memoryview(self.made("its compiled kernels", self._compiled_kernels.serialize))
 
     def choose(self, shapes: Mapping[str, Shape]) -> int:
         """The profile for the smallest passes among those that take these input shapes.
@@ -282,12 +297,8 @@ class _Lane:
         self._context = _Context(engine, self._scratch, self.stream)
         self._recorded: dict[Any, _Recorded | None] = {}  # None: such a pass has been seen once
         self._recordable = True
-        sizes: dict[str, int] = {}
-        for profile in engine.profiles:
-            for spec in signature.inputs:
-                for symbol, size in zip(spec.shape, profile[spec.name][1], strict=True):
-                    if isinstance(symbol, str):
-                        sizes[symbol] = max(sizes.get(symbol, 0), size)
+        largest = [{name: most for name, (_, most) in profile.items()} for profile in engine.profiles]
+        sizes = symbol_sizes(signature, largest)
 
         def buffer(spec: TensorSpec) -> DeviceArray:
             return DeviceArray(spec.dtype, [d if isinstance(d, int) else sizes[d] for d in spec.shape])
@@ -385,7 +396,7 @@ class _Rows:
         self._buffer = free.pop() if free else DeviceArray(source.dtype, source.shape)
         self._stream, self._row = stream, shape[1:]
         weakref.finalize(self, free.append, self._buffer).atexit = False
-        cuda.copy_first(self._buffer, source, math.prod(shape) * cuda.ITEMSIZE[source.dtype], lane.stream)
+        cuda.copy_first(self._buffer, source, math.prod(shape) * ITEMSIZE[source.dtype], lane.stream)
 
     def fetch(self, index: int) -> Array:
         """A copy of one row."""

@@ -13,7 +13,8 @@ from spot_deploy.engines import backends
 from spot_deploy.engines.contracts import Compiled, OrderSession, TargetSession, target_role
 from spot_deploy.engines.errors import SpotDeployError, usage_error
 from spot_deploy.engines.files import sha256
-from spot_deploy.engines.record import EngineInputs, EngineRecord, engine_folder
+from spot_deploy.engines.profiles import spanning
+from spot_deploy.engines.record import KERNELS, EngineInputs, EngineRecord, engine_folder
 from spot_deploy.runtime.manifest import FileEntry, Manifest, read_manifest, to_document
 
 
@@ -74,13 +75,18 @@ class Bundle:
             "provider": inputs.provider,
         }
         if backends.compiles(inputs.backend):
-            name = f"{role}.engine"
-            options["path"] = (engines or engine_folder(self.path, inputs.backend)) / name
+            name, kernels = f"{role}.engine", f"{role}{KERNELS}"
+            folder = engines or engine_folder(self.path, inputs.backend)
+            options["path"] = folder / name
             options["compiled"] = Compiled(
                 sha256=record.files[name]["sha256"],
                 host_code="version" in inputs.portable,
                 weights=path if inputs.strip else None,
+                buffers=record.build["compiler"]["graphs"][role]["buffers"],
+                kernels=(folder / kernels, record.files[kernels]["sha256"]) if kernels in record.files else None,
             )
+        elif inputs.provider == "tensorrt":
+            options["sizes"] = spanning(record.profiles)
         return options
 
 

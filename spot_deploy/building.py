@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ from typing import Any
 from spot_deploy import verification
 from spot_deploy.child import run_in_child
 from spot_deploy.engines import backends
-from spot_deploy.engines.contracts import TargetSession
+from spot_deploy.engines.contracts import OrderSession, TargetSession
 from spot_deploy.engines.errors import VERIFICATION, SpotDeployError
-from spot_deploy.engines.files import staged_folder, write_json
+from spot_deploy.engines.files import sha256, staged_folder, write_json
 from spot_deploy.engines.inspector import summary, wrong_precision
 from spot_deploy.engines.machine import Estimate, estimate, peak_memory
 from spot_deploy.engines.profiles import Limits, Profile, target_profiles
 from spot_deploy.engines.record import (
+    KERNELS,
     LAYERS,
     EngineInputs,
     EngineRecord,
@@ -127,9 +128,8 @@ def plan_build(path: Path, options: BuildOptions) -> Plan:
     if record_path(path, backend).is_file():
         with contextlib.suppress(SpotDeployError):  # damaged or of an older version: what is built now replaces it
             record = read_record(path, backend)
-            if backends.compiles(backend) and _proven_elsewhere(record, inputs):
-                inputs = record.inputs
-            changes, last = record.inputs.changes(inputs), record.build["seconds"]
+            kept = backends.compiles(backend) and _proven_elsewhere(record, inputs)
+            changes, last = [] if kept else record.inputs.changes(inputs), record.build["seconds"]
             if (record.inputs.layout, record.inputs.precision) != (inputs.layout, inputs.precision):
                 replaces = record.inputs
             faults = damaged_files(engine_folder(path, backend), record)
@@ -324,13 +324,14 @@ def _take_compiled(bundle: Bundle, record: EngineRecord, stage: Path, say: Say) 
     backend = record.inputs.backend
     before = read_record(bundle.path, backend)
     say("taking the compiled engine that is there")
-    for name in before.files:
+    files = {name: entry for name, entry in before.files.items() if not name.endswith(KERNELS)}
+    for name in files:
         source = engine_folder(bundle.path, backend) / name
         try:
             os.link(source, stage / name)
         except OSError:  # a file system without links
             shutil.copy2(source, stage / name)
-    return replace(record, files=before.files, build={"seconds": 0.0, "compiler": before.build["compiler"]})
+    return replace(record, files=files, build={"seconds": 0.0, "compiler": before.build["compiler"]})
 
 
 def _compile(bundle: Bundle, record: EngineRecord, stage: Path, say: Say) -> EngineRecord:
@@ -404,7 +405,25 @@ def _prove(
             say("auditing drafted decoding")
             gate = verification.speculative_equality(runtime, session, bundle, inputs.budgets, probe)
             found = verification.require(gate, backend).figures
-    return replace(record, smoke=smoke, audit=found)
+        record = replace(record, smoke=smoke, audit=found)
+        if engines is not None:
+            sessions = {bundle.target_role(inputs): session, "order": runtime.order_model}
+            record = replace(record, files={**record.files, **_keep_kernels(backend, sessions, engines)})
+    return record
+
+
+def _keep_kernels(
+    backend: str, sessions: Mapping[str, TargetSession | OrderSession | None], stage: Path
+) -> dict[str, Any]:
+    """Write what the backend compiled while the engines were proven beside them; entries for the record."""
+    files = {}
+    for role, session in sessions.items():
+        kernels = None if session is None else backends.compiled_kernels(backend, session)
+        if kernels is not None:
+            path = stage / f"{role}{KERNELS}"
+            path.write_bytes(kernels)
+            files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    return files
 
 
 def _layers(bundle: Bundle, session: TargetSession, inputs: EngineInputs, stage: Path) -> dict[str, Any]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import gpu_double
 import numpy as np
 import pytest
 
 from spot_deploy import Runtime, SpotDeployError, build_engine
 from spot_deploy.engines import cuda, ort
+from spot_deploy.engines.profiles import Limits, spanning, target_profiles
 from spot_deploy.runtime.decode import DecodeOptions, Figures, decode
 from spot_deploy.runtime.manifest import read_manifest
 from spot_deploy.runtime.target import request_target
@@ -61,6 +64,32 @@ def test_an_engine_on_a_gpu_provider_is_proven_and_tied_to_the_gpu(gpu, tiny_cop
     with pytest.raises(SpotDeployError, match="built with other versions") as caught:
         Runtime.load(tiny_copy)
     assert "--provider cuda" in caught.value.fix
+
+
+def test_the_tensorrt_provider_is_told_all_shapes(tiny_bundle):
+    """One range over all profiles, for every input of both graphs, in the words of its options."""
+    manifest = read_manifest(tiny_bundle)
+    limits = Limits(8, buckets=(16, 32), budgets=(0, 3), budget=3, requests=2, prefill_positions=24, window=8)
+    profiles = target_profiles(limits)
+    sizes = spanning([asdict(p) for p in profiles])
+    for role in ("target-split", "order"):
+        signature = manifest.graph(role)[1]
+        options = ort.provider_options("tensorrt", signature, sizes)
+        found = {t.name: [] for t in signature.inputs}
+        for option in ort.SHAPES:
+            for text in options[option].split(","):
+                name, _, shape = text.partition(":")
+                found[name].append(tuple(map(int, shape.split("x"))))
+        for least, best, most in found.values():
+            assert all(a <= b <= c for a, b, c in zip(least, best, most, strict=True))
+        if role == "order":
+            assert found["depth"] == [(1,), (4,), (8,)]
+            continue
+        for profile in profiles:
+            for name, (least, _, most) in profile.shapes(manifest.decoding.shape).items():
+                assert all(a <= b for a, b in zip(found[name][0], least, strict=True))
+                assert all(a >= b for a, b in zip(found[name][2], most, strict=True))
+    assert ort.provider_options("cuda", signature, None) == {"use_tf32": "0"}
 
 
 def test_a_gpu_provider_needs_cuda_python(gpu, monkeypatch):

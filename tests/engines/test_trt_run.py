@@ -22,7 +22,7 @@ from spot_deploy import Runtime, SpotDeployError, build_engine, building
 from spot_deploy.engines import cuda, ort, trt, trt_run
 from spot_deploy.engines.contracts import Compiled
 from spot_deploy.engines.files import sha256
-from spot_deploy.engines.profiles import Limits, target_profiles
+from spot_deploy.engines.profiles import Limits, buffer_bytes, target_profiles
 from spot_deploy.runtime.decode import DecodeOptions, Figures, decode
 from spot_deploy.runtime.manifest import read_manifest
 from spot_deploy.runtime.target import RequestTarget, request_target
@@ -116,6 +116,7 @@ RTX_ONLY = {
     "EngineValidity",
     "INVALID",
     "create_runtime_cache",
+    "deserialize",
     "dynamic_shapes_kernel_specialization_strategy",
     "num_compute_capabilities",
     "set_compute_capability",
@@ -137,6 +138,7 @@ def test_every_name_that_the_code_uses_is_in_every_package(api):
 
 
 DOUBLES = {
+    "IRuntimeCache": gpu_double.RuntimeCache,
     "IExecutionContext": gpu_double.ExecutionContext,
     "ICudaEngine": gpu_double.CudaEngine,
     "EngineInspector": gpu_double.EngineInspector,
@@ -154,7 +156,7 @@ def test_tensorrt_doubles_have_real_methods_with_real_parameters(api):
         for method, function in vars(double).items():
             if method.startswith("_") or not inspect.isfunction(function):
                 continue
-            if which != "rtx" and method in ASKED_FOR:
+            if which != "rtx" and (method in ASKED_FOR or name not in classes):
                 continue
             text = classes[name][method]
             ours = list(inspect.signature(function).parameters)[1:]
@@ -250,6 +252,26 @@ def test_a_pass_outside_all_profiles_names_what_is_too_large(engine):
     with pytest.raises(SpotDeployError, match="not built for such a pass") as caught:
         opened.choose(shapes)
     assert "input_ids [1, 40, 8] is not within [1, 1, 8] to" in caught.value.seen
+
+
+def test_kernels_that_were_compiled_when_it_was_proven_are_used_again(engine, tmp_path, runtime):
+    _, signature, make = engine
+    blob = trt_run.Target(make(), signature).engine.compiled_kernels()
+    assert blob is None  # nothing has run
+    session = trt_run.Target(make(), signature)
+    lane = session._lane()
+    path = tmp_path / "target.kernels"
+    path.write_bytes(session.engine.compiled_kernels())
+    again = trt_run.Target(make(Compiled("", kernels=(path, sha256(path)))), signature)
+    other = again._lane()
+    assert again.engine._compiled_kernels.loaded == path.read_bytes()
+    del lane, other
+    digest = sha256(path)
+    path.write_bytes(b"kernels of another machine")
+    with pytest.raises(SpotDeployError, match=r"target\.kernels is not the file that was built"):
+        trt_run.Target(make(Compiled("", kernels=(path, digest))), signature)._lane()
+    with pytest.raises(SpotDeployError, match="refuses the kernels that were compiled for it"):
+        trt_run.Target(make(Compiled("", kernels=(path, sha256(path)))), signature)._lane()
 
 
 def test_a_full_gpu_is_an_error_and_memory_is_given_back(engine, runtime):
@@ -354,7 +376,10 @@ class Machine:
         for job in jobs:
             profiles = list(job.profiles.values())
             path = gpu_double.write_plan(folder / f"{job.role}.engine", job.path, profiles, **kind)
-            graphs[job.role] = {"engine": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
+            graphs[job.role] = {
+                "engine": path.name, "bytes": path.stat().st_size, "sha256": sha256(path),
+                "buffers": buffer_bytes(job.signature, job.largest),
+            }  # fmt: skip
         return {"graphs": graphs}
 
 
@@ -390,7 +415,7 @@ def test_build_prove_and_run_as_on_a_gpu(tiny_copy, machine, monkeypatch):
     assert (caught.value.seen, caught.value.exit_code) == ("sm77", 4)
 
 
-def test_an_engine_that_was_compiled_without_a_gpu_is_proven_where_there_is_one(tiny_copy, machine):
+def test_an_engine_that_was_compiled_without_a_gpu_is_proven_where_there_is_one(tiny_copy, machine, monkeypatch):
     machine.gpu = False
     record, _ = build_engine(tiny_copy, **RTX)
     assert record.probe is None
@@ -400,15 +425,31 @@ def test_an_engine_that_was_compiled_without_a_gpu_is_proven_where_there_is_one(
         Runtime.load(tiny_copy, backend="tensorrt-rtx")
     assert "--target sm89 --target sm120" in caught.value.fix
     proven, built = build_engine(tiny_copy, **RTX)
-    assert (built, machine.compiles, proven.exact, proven.files) == (True, 1, True, record.files)
+    assert (built, machine.compiles, proven.exact) == (True, 1, True)
+    # What was compiled for this GPU while it was proven is kept, and is what runs.
+    assert set(proven.files) - set(record.files) == {"target-split.kernels", "order.kernels"}
+    assert record.files.items() <= proven.files.items()
     assert build_engine(tiny_copy, **RTX) == (proven, False)
     Runtime.load(tiny_copy, backend="tensorrt-rtx").close()
+    # Kernels of another driver are no part of a new proof.
+    with monkeypatch.context() as patched:
+        patched.setattr(gpu_double.CudaRuntime, "cudaDriverGetVersion", lambda _: (gpu_double.Status(0), 13020))
+        again, built = build_engine(tiny_copy, **RTX)
+        assert (built, machine.compiles) == (True, 1)
+        assert again.files["order.kernels"] != proven.files["order.kernels"]
+    proven, built = build_engine(tiny_copy, **RTX)
+    assert built
     # A machine without a GPU that shares the disk does not take the proof away.
     machine.gpu = False
     assert build_engine(tiny_copy, **RTX) == (proven, False)
     machine.gpu = True
     build_engine(tiny_copy, **RTX, force=True)
     assert machine.compiles == 2
+    # What is built anew without a GPU does not claim to have been proven on the other machine's.
+    machine.gpu = False
+    record, _ = build_engine(tiny_copy, **RTX, force=True)
+    assert record.probe is None
+    assert "gpu" not in record.inputs.versions
 
 
 def test_a_portable_engine_is_proven_again_by_a_later_version(tiny_copy, machine):
@@ -439,8 +480,10 @@ def test_an_engine_that_computes_in_another_precision_is_not_published(tiny_copy
 
 def test_too_little_gpu_memory_is_told_before_anything_is_loaded(tiny_copy, machine):
     build_engine(tiny_copy, **RTX)
-    machine.cuda.memory = sum(map(len, machine.cuda.blocks.values())) + 100
-    with pytest.raises(SpotDeployError, match="too little memory left for the weights alone") as caught:
+    # Room for the weights is not enough.
+    plan = tiny_copy / "engines" / "tensorrt-rtx" / "target-split.engine"
+    machine.cuda.memory = sum(map(len, machine.cuda.blocks.values())) + plan.stat().st_size + 100
+    with pytest.raises(SpotDeployError, match="too little memory left") as caught:
         Runtime.load(tiny_copy, backend="tensorrt-rtx")
     assert (caught.value.code, caught.value.exit_code) == ("too-little-gpu-memory", 4)
 

@@ -277,7 +277,7 @@ class CudaEngine:
         return SimpleNamespace(
             dynamic_shapes_kernel_specialization_strategy=None,
             set_execution_context_allocation_strategy=chosen.append,
-            create_runtime_cache=object,
+            create_runtime_cache=lambda: RuntimeCache(self.cuda),
             set_runtime_cache=lambda cache: caches.append(cache) is None,
             chosen=chosen,
             caches=caches,
@@ -293,6 +293,24 @@ class CudaEngine:
         assert runtime_config.dynamic_shapes_kernel_specialization_strategy == wanted
         assert runtime_config.chosen == [tensorrt_rtx.ExecutionContextAllocationStrategy.USER_MANAGED]
         return ExecutionContext(self)
+
+
+class RuntimeCache:
+    """Holds what it has been given; another driver's is refused. A current CUDA context must be there."""
+
+    def __init__(self, cuda):
+        self.cuda, self.loaded = cuda, None
+
+    def _environment(self):
+        assert self.cuda.blocks, "nothing has made a CUDA context yet"
+        return f"kernels for driver {self.cuda.cudaDriverGetVersion()[1]}".encode()
+
+    def serialize(self):
+        return self._environment()
+
+    def deserialize(self, blob):
+        self.loaded = bytes(blob)
+        return self.loaded == self._environment()
 
 
 class EngineInspector:
