@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -211,7 +211,7 @@ def decode(
             if drafts:
                 figures.drafted += len(drafts)
                 figures.accepted_per_round.append(len(accepted))
-                figures.rejections[_why_ended(drafts, end)] += 1
+                figures.rejections[why_ended(drafts, end.index, end.commit, end.successor)] += 1
             state, head, root, commit = end.state, end.head, end.successor, end.commit
             yield CommitEvent(start + commit.position, commit.token, False)
         target.finish(root.tokens)
@@ -282,11 +282,15 @@ def _reject(
     return accepted, Verified(here, states[here], heads[here], states[here].after(commit), commit)
 
 
-def _why_ended(drafts: list[Node], end: Verified) -> str:
-    """Reason that the walk went no further (see Figures.rejections). The root is state 0, draft i is state i + 1."""
-    if not len(end.successor.masked):
+def why_ended(drafts: Sequence[Node], last: int, commit: Commit, successor: State) -> str:
+    """Reason that the walk went no further (see Figures.rejections).
+
+    Args:
+        last: the last verified state on the path: 0 is the root, i + 1 is draft i; `commit` leads to its `successor`.
+    """
+    if not len(successor.masked):
         return "edge"
-    tried = [node.path[-1].position for node in drafts if node.parent == end.index - 1]
+    tried = [node.path[-1].position for node in drafts if node.parent == last - 1]
     if not tried:
         return "budget"
-    return "token" if end.commit.position in tried else "position"
+    return "token" if commit.position in tried else "position"

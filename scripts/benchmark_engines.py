@@ -261,7 +261,7 @@ def oracle_bound(
         openings = pass_seconds(curve, 1) + (len(trajectory.blocks) - 1) * curve["opening"]["median"]
         plain += openings + (trajectory.commits - len(trajectory.blocks)) * pass_seconds(curve, 1)
         # An oracle knows which of its drafts would fail and leaves them out.
-        oracle += openings + sum(pass_seconds(curve, 1 + accepted) for _, accepted in rounds)
+        oracle += openings + sum(pass_seconds(curve, 1 + r.accepted) for r in rounds)
     return plain / oracle, plain
 
 

@@ -105,14 +105,14 @@ def calibrate(
         for gamma in FLOORS:
             timed = _Timed(replace(spot, gamma=gamma))
             rounds = [r for trajectory, noise in runs for r in trajectory.rounds(timed, budget, noise)]
-            seconds = openings + sum(pass_seconds(costs, n) for n, _ in rounds) + timed.seconds
+            seconds = openings + sum(pass_seconds(costs, r.states) for r in rounds) + timed.seconds
             passes = len(rounds) + sum(len(t.blocks) for t, _ in runs)
             grid.append(
                 {
                     "budget": budget,
                     "gamma": gamma,
                     "passes": passes,
-                    "states": float(np.mean([n for n, _ in rounds])),
+                    "states": float(np.mean([r.states for r in rounds])),
                     "seconds": seconds,
                     "speedup": plain / seconds,
                 }

@@ -25,7 +25,8 @@ OWNERS = {
         "export/parity.py",
     },
     "tokenizers": {"runtime/text.py"},
-    "jinja2": {"runtime/text.py", "export/bundle_writer.py"},
+    "jinja2": {"runtime/text.py", "export/bundle_writer.py", "spot_deploy/bench/page.py"},
+    "matplotlib": {"spot_deploy/bench/figures.py", "spot_deploy/bench/page.py"},
     "onnx_ir": {f"export/{name}.py" for name in ("trace", "layers", "summary", "quantize", "weights")},
 }
 FILES = [p for room in (*ROOMS, "spot_deploy") for p in sorted((ROOT / room).rglob("*.py"))]

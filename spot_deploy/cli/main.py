@@ -19,6 +19,8 @@ VERBS = {
     "export": "Checkpoint and order model to a bundle.",
     "build-engine": "Make a bundle's engine for a backend and this machine.",
     "run": "Decode a prompt.",
+    "bench": "Measure drafters side by side, from a configuration file.",
+    "report": "Tables, figures and a page of what bench measured.",
     "calibrate": "Find the budget and mass floor that are fastest on this machine.",
     "verify": "Prove an engine again: parity, isolation, joining, speculative equality.",
     "inspect": "Show what a bundle holds.",

@@ -17,16 +17,18 @@ from spot_deploy.engines.errors import SpotDeployError, usage_error
 from spot_deploy.export.order_model import OrderModel, load_order_model, save_order_model
 from spot_deploy.runtime.features import OrderInputs, order_inputs
 from spot_deploy.training.checkpoints import load_state, save_state
+from spot_deploy.training.muon import Muon
 from spot_deploy.training.records import DEPTHS, Records
 from spot_deploy.training.schedule import set_learning_rate
 
 DEPTH_DECAY = 0.85  # examples of depth d are drawn in proportion to .85^d, about how often that depth is reached
+MATRIX_RATE = 10  # learning rate of matrices, whose updates are orthogonalised, over that of all else
 HELD_OUT = 20  # every 20th block is kept for validation
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Attributes: steps, batch (examples per step), learning_rate (peak, after warm-up, then cosine), seed, threads."""
+    """Attributes: steps, batch (examples per step), learning_rate (peak, see schedule), seed, threads."""
 
     steps: int = 3000
     batch: int = 96
@@ -150,32 +152,40 @@ def train(
     if not len(blocks):
         raise usage_error("records-few", "there are too few records to train on", fix="record more prompts")
     model = load_order_model(init)[0] if init is not None else OrderModel()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    matrices, others = [], []
+    for name, parameter in model.named_parameters():
+        (matrices if name.startswith("layers.") and parameter.ndim == 2 else others).append(parameter)
+    optimizers = [
+        Muon(matrices, lr=MATRIX_RATE * options.learning_rate),
+        torch.optim.AdamW(others, lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.01),
+    ]
     output.mkdir(parents=True, exist_ok=True)
     state = output / "state.safetensors"
     run = hashlib.sha256(records.arrays["position"].tobytes() + records.arrays["token"].tobytes()).hexdigest()[:16]
-    run += f" batch {options.batch} rate {options.learning_rate} seed {options.seed} init {init}"
-    step = load_state(state, model, [optimizer], run)
+    run += f" muon batch {options.batch} rate {options.learning_rate} seed {options.seed} init {init}"
+    step = load_state(state, model, optimizers, run)
     sets = validation_set(records, held)
     losses: list[float] = []
     result = accuracy(records, model.eval(), sets) if step >= options.steps else {}
     while step < options.steps:
         rng = np.random.default_rng([options.seed, step])
         inputs, labels = build(records, draw(records, blocks, rng, options.batch))
-        set_learning_rate(optimizer, step, steps=options.steps, warmup=options.warmup)
+        for optimizer in optimizers:
+            set_learning_rate(optimizer, step, steps=options.steps, warmup=options.warmup)
         loss = F.nll_loss(scores(model.train(), inputs), torch.from_numpy(labels))
         if not math.isfinite(loss.item()):
             raise SpotDeployError(
                 "training-diverged", f"the loss is {loss.item()} at step {step}", fix="use a smaller --learning-rate"
             )
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         step += 1
         losses.append(loss.item())
         if step % options.save_every == 0 or step == options.steps:
-            save_state(state, model, [optimizer], step, run)
+            save_state(state, model, optimizers, step, run)
             result = accuracy(records, model.eval(), sets)
             note: dict[str, object] = {
                 "steps": step,

@@ -1,12 +1,13 @@
-"""Prompt files: JSON lines, each an object with `prompt`, `kind` if results shall be told apart, and the right `answer`
-if there is one."""
+"""Prompt files: JSON lines, each an object with `prompt`, `kind` if results shall be told apart, the right `answer`
+if there is one, and the `grader` that compares (see bench.grading; `exact` unless given)."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from spot_deploy.bench.grading import GRADERS
 from spot_deploy.engines.errors import usage_error
 
 
@@ -15,6 +16,7 @@ class Prompt:
     text: str
     kind: str
     answer: str | None = None
+    grader: str = "exact"
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
@@ -35,6 +37,10 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
         try:
             document = json.loads(line)
             prompt = Prompt(document["prompt"], str(document.get("kind", "prompts")), document.get("answer"))
+            grader = document.get("grader", "exact")
+            if grader not in GRADERS:
+                raise ValueError(f"grader is {grader!r}, none of {', '.join(GRADERS)}")
+            prompt = replace(prompt, grader=grader)
             if not isinstance(prompt.text, str) or not prompt.text:
                 raise ValueError("prompt is empty")
             if not isinstance(prompt.answer, str | None):

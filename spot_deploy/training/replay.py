@@ -6,12 +6,13 @@ so which drafts are accepted is a matter of comparing with it (a test decodes fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from spot_deploy.engines.contracts import Array
+from spot_deploy.runtime.decode import why_ended
 from spot_deploy.runtime.drafters import Drafter, Round
 from spot_deploy.runtime.head import Head
 from spot_deploy.runtime.noise import Noise
@@ -28,6 +29,23 @@ class Step:
     state: State
     head: Head
     commit: Commit
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A pass after an opening.
+
+    Attributes:
+        block: counted from the first of the generation.
+        states: verified, the root among them.
+        accepted: drafts that were.
+        ended: why no more were (see decode.Figures.rejections); empty where nothing was drafted.
+    """
+
+    block: int
+    states: int
+    accepted: int
+    ended: str
 
 
 def _no_row(index: int) -> Array:
@@ -76,30 +94,34 @@ class Trajectory:
         budget: int,
         noise: Noise | None,
         told: Callable[[Node, bool], None] = lambda node, accepted: None,
-    ) -> list[tuple[int, int]]:
-        """The passes after the openings, as (states verified, drafts accepted).
+    ) -> list[Replayed]:
+        """The passes after the openings.
 
         Args:
             drafter, budget, noise: as `passes`.
             told: of every drafted state, and whether it was accepted.
         """
         rounds = []
-        for steps in self.blocks:
+        for block, steps in enumerate(self.blocks):
             anchor = 0
             while anchor < len(steps) - 1:
                 step, root = steps[anchor], steps[anchor + 1].state
                 drafts: list[Node] = []
                 if budget and len(root.masked) > 1:
                     drafts = drafter.draft(Round(step.state, step.head, step.commit, root, budget, noise))
-                drafted = {root.after(*node.path).key for node in drafts}
+                keys = [root.after(*node.path).key for node in drafts]
+                drafted = set(keys)
                 anchor += 1
                 began = anchor
                 while anchor + 1 < len(steps) and steps[anchor + 1].state.key in drafted:
                     anchor += 1
                 path = {step.state.key for step in steps[began + 1 : anchor + 1]}
-                for node in drafts:
-                    told(node, root.after(*node.path).key in path)
-                rounds.append((1 + len(drafts), anchor - began))
+                for node, key in zip(drafts, keys, strict=True):
+                    told(node, key in path)
+                index = 0 if anchor == began else 1 + keys.index(steps[anchor].state.key)
+                end = steps[anchor]
+                ended = why_ended(drafts, index, end.commit, end.state.after(end.commit)) if drafts else ""
+                rounds.append(Replayed(block, 1 + len(drafts), anchor - began, ended))
         return rounds
 
     def committed(self) -> list[float]:
@@ -118,13 +140,21 @@ class Trajectory:
 
         The root's own commit is left out: it is exact, not stale.
         """
-        covered = total = 0
+        ranks = [rank for ahead in self.stale_ranks(LOOK_AHEAD) for rank in ahead]
+        return ranks.count(0), len(ranks)
+
+    def stale_ranks(self, ahead: int) -> Iterator[list[int]]:
+        """For every root, the ranks of the tokens of the next `ahead` commits among their stale candidates.
+
+        0 is the largest stale logit at the commit's position, ties by id; a token that is none of them ranks after all.
+        """
         for steps in self.blocks:
             for n, step in enumerate(steps):
                 head = step.head
-                best = np.where(head.logits == head.logits[:, :1], head.ids, np.iinfo(np.int64).max).min(1)
-                argmax = dict(zip(head.positions.tolist(), best.tolist(), strict=True))
-                ahead: Sequence[Step] = steps[n + 1 : n + 1 + LOOK_AHEAD]
-                covered += sum(argmax[s.commit.position] == s.commit.token for s in ahead)
-                total += len(ahead)
-        return covered, total
+                ranked = np.take_along_axis(head.ids, np.lexsort((head.ids, -head.logits), axis=1), axis=1)
+                row = {int(p): m for m, p in enumerate(head.positions)}
+                found = []
+                for later in steps[n + 1 : n + 1 + ahead]:
+                    at = np.flatnonzero(ranked[row[later.commit.position]] == later.commit.token)
+                    found.append(int(at[0]) if len(at) else ranked.shape[1])
+                yield found
