@@ -12,6 +12,7 @@ import argparse
 import csv
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,8 +122,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--held-out", action="store_true", help="from seeds and texts kept out of training")
+    parser.add_argument("--per-kind", type=int, help="keep at most so many of a kind")
     args = parser.parse_args()
-    lines = (json.dumps(item) for item in examples(args.count, args.seed, args.data, args.held_out))
+    items = examples(args.count, args.seed, args.data, args.held_out)
+    taken: Counter[str] = Counter()
+    kept = []
+    for item in items:
+        taken[item["kind"]] += 1
+        if args.per_kind is None or taken[item["kind"]] <= args.per_kind:
+            kept.append(item)
+    lines = (json.dumps(item) for item in kept)
     args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -21,9 +21,9 @@ REASONING = ("rotate_matrix", "spiral_matrix", "manipulate_matrix", "number_sort
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as file:
-        return [json.loads(line) for line in file if line.strip()]
+    data = path.read_bytes()
+    lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().split("\n")
+    return [json.loads(line) for line in lines if line.strip()]
 
 
 def tasks(data: Path, count: int) -> Iterator[dict[str, str]]:
@@ -53,8 +53,7 @@ def tasks(data: Path, count: int) -> Iterator[dict[str, str]]:
     for row in some("tinystories/more_cased.jsonl"):
         yield {"kind": "story", "prompt": "Go on with this story: " + " ".join(row["text"].split()[:24])}
     for kind in REASONING:
-        for item in demo_data.generated(kind, count // 2, demo_data.HELD_OUT_SEED + 99):
-            yield item
+        yield from demo_data.generated(kind, count // 2, demo_data.HELD_OUT_SEED + 99)
 
 
 def main() -> None:

@@ -67,8 +67,8 @@ class BenchConfig:
         kinds: of prompts, all if empty; `per_kind` of each at most.
         chat: put prompts into the chat template.
         methods: see METHODS and ORACLES.
-        budgets, gammas, temperatures, lengths, seeds: the grid. The longest length is decoded past the end of text; what
-            shorter ones and stopping there would take is part of that. Mass floors are for SPOT and its chain.
+        budgets, gammas, temperatures, lengths, seeds: the grid. The longest length is decoded past the end of text;
+            what shorter ones and stopping there would take is part of that. Mass floors are for SPOT and its chain.
         verifiers: `uncoupled`, `rejection` and `greedy` are for SPOT alone, above temperature 0.
         variants: of SPOT.
         graph: needed where the draft graph is among the methods.
@@ -162,7 +162,7 @@ def show_config(path: Path) -> str:
 
 
 def _brought(path: Path) -> bool:
-    return not path.suffix and not path.exists()
+    return not path.suffix and not path.is_file()
 
 
 def _bad_config(path: Path, error: object) -> SpotDeployError:

@@ -225,7 +225,7 @@ def _main(results: Results) -> Iterator[Table]:
                         lead = ["", ""]
             yield Table(
                 f"passes-T{temperature:g}-{'end' if view.stop else 'fixed'}",
-                f"Passes per prompt at temperature {temperature:g}, {view.words} (fewer than draft-free by, ± of seeds)",
+                f"Passes per prompt at temperature {temperature:g}, {view.words} (draft-free over it, ± of seeds)",
                 ["kind", "D0", "method", *(f"D{b}" for b in results.budgets)],
                 rows,
             )

@@ -152,7 +152,8 @@ def train(
     if not len(blocks):
         raise usage_error("records-few", "there are too few records to train on", fix="record more prompts")
     model = load_order_model(init)[0] if init is not None else OrderModel()
-    matrices, others = [], []
+    matrices: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         (matrices if name.startswith("layers.") and parameter.ndim == 2 else others).append(parameter)
     optimizers = [
