@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from spot_deploy.engines.contracts import FEATURES, Array
 from spot_deploy.engines.errors import SpotDeployError
+from spot_deploy.runtime.features import FEATURES_VERSION
 
 WIDTH, LAYERS, HEADS, FEED_FORWARD = 128, 3, 8, 512
 MAX_POSITIONS, MAX_DEPTH, STATES = 64, 32, 4
@@ -82,7 +83,7 @@ def save_order_model(model: OrderModel, folder: Path, card: dict[str, object]) -
     tensors = {name: p.detach().contiguous() for name, p in model.named_parameters()}
     with atomic_path(folder / "order_model.safetensors") as path:
         save_file(tensors, path)
-    write_json(folder / "order_model.json", {"format": FORMAT, "features_version": 1, **card})
+    write_json(folder / "order_model.json", {"format": FORMAT, "features_version": FEATURES_VERSION, **card})
 
 
 def load_order_model(folder: Path) -> tuple[OrderModel, dict[str, object]]:
@@ -102,8 +103,15 @@ def load_order_model(folder: Path) -> tuple[OrderModel, dict[str, object]]:
             "order-model", f"{folder} is no order model", wanted="a folder with order_model.json", fix=fix
         )
     card = read_json(folder / "order_model.json", code="order-model", fix=fix)
-    if not isinstance(card, dict) or card.get("format") != FORMAT or card.get("features_version") != 1:
-        raise SpotDeployError("order-model", f"{folder} is no order model of this version", fix=fix)
+    if not isinstance(card, dict) or card.get("format") != FORMAT or card.get("features_version") != FEATURES_VERSION:
+        seen = f"features {card.get('features_version')!r}" if isinstance(card, dict) else ""
+        raise SpotDeployError(
+            "order-model",
+            f"{folder} is no order model of this version",
+            seen=seen,
+            wanted=f"features {FEATURES_VERSION}",
+            fix="train it again: train-drafter",
+        )
     model = OrderModel()
     try:
         model.load_state_dict(load_file(folder / "order_model.safetensors"))

@@ -1,9 +1,14 @@
 """What the order model reads (SPOT, section 3.1; the layout of the 40 columns is ours).
 
-Columns: 0-31 log of the sorted stale top-32 probabilities, clipped at 1e-9, / 10; 32 mass of the rest; 33 entropy with
-the rest as one outcome; 34 p1 - p2; 35 log-odds of the top token, clipped to +-40, / 10; 36 its rank among the masked
-positions, 0 to 1; 37 probability of the token that the hypothetical prefix puts here (0 if none); 38 share of positions
-masked; 39 depth / 32. No token ids. Positions without a stale distribution are zero in columns 0-36.
+Columns: 0-31 log of the sorted stale top-32 probabilities, clipped at 1e-9, / 10; 32 mass of the rest; 33 exp(-gap) and
+34 max(-gap, -8) / 4, where gap is how far the log-odds of the top token are below the largest among the positions that
+the hypothetical prefix leaves masked; 35 these log-odds, clipped to +-40, / 10; 36 exp(-rank / 2) by them;
+37 probability of the token that the hypothetical prefix puts here (0 if none); 38 share of positions masked;
+39 depth / 32. No token ids. Positions without a stale distribution are zero in columns 0-36, those that are not masked
+in 33, 34 and 36.
+
+Where a target is sure, log-odds of all positions are large and close together; gap and rank make the next one stand
+out. (They took the place of entropy, p1 - p2 and a rank among all: held-out loss .94 in place of .96 after 600 steps.)
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from spot_deploy.runtime.state import Commit
 TOP = 32
 MAX_DEPTH = 32
 MASKED, BEFORE, ROOT, HYPOTHETICAL = range(4)  # state ids
+FEATURES_VERSION = 2  # of these columns
 _FLOOR = np.log(1e-9)
 
 
@@ -54,21 +60,14 @@ class Stale:
 
     @cached_property
     def static(self) -> Array:
-        """Columns 0-36, float32 [L, 40]."""
+        """Columns 0-32 and 35, float32 [L, 40]."""
         columns = np.zeros((self.width, FEATURES), np.float32)
         clipped = np.maximum(self.log_p, _FLOOR)
         filled = np.full((len(clipped), TOP), _FLOOR)
         filled[:, : clipped.shape[1]] = clipped
-        p = np.exp(filled)
-        rest = np.maximum(self.rest, 1e-9)
-        rank = np.empty(len(p))
-        rank[np.argsort(-self.log_odds, kind="stable")] = np.arange(len(p)) / max(1, len(p) - 1)
         columns[self.positions, :TOP] = filled / 10
-        columns[self.positions, 32] = rest
-        columns[self.positions, 33] = -(p * filled).sum(1) - rest * np.log(rest)
-        columns[self.positions, 34] = p[:, 0] - p[:, 1]
+        columns[self.positions, 32] = np.maximum(self.rest, 1e-9)
         columns[self.positions, 35] = np.clip(self.log_odds, -40, 40) / 10
-        columns[self.positions, 36] = rank
         return columns
 
     @cached_property
@@ -95,6 +94,19 @@ class OrderInputs:
     masked: Array
 
 
+def _compare(features: Array, masked: Array, stale: Stale) -> None:
+    """Fill columns 33, 34 and 36: every masked position among the others [N, L, 40], [N, L]."""
+    odds = np.full(stale.width, -np.inf)
+    odds[stale.positions] = stale.log_odds
+    left = np.where(masked, odds, -np.inf)
+    with np.errstate(invalid="ignore"):  # where nothing is masked, or the odds of the best are infinite
+        gap = np.nan_to_num(left - left.max(axis=1, keepdims=True), nan=0.0, neginf=-np.inf)
+    rank = np.argsort(np.argsort(-left, axis=1, kind="stable"), axis=1)
+    features[:, :, 33] = np.where(masked, np.exp(gap), 0)
+    features[:, :, 34] = np.where(masked, np.maximum(gap, -8) / 4, 0)
+    features[:, :, 36] = np.where(masked, np.exp(-rank / 2), 0)
+
+
 def order_inputs(stale: Stale, prefixes: Sequence[Sequence[Commit]]) -> OrderInputs:
     """Build the order model's inputs.
 
@@ -111,6 +123,7 @@ def order_inputs(stale: Stale, prefixes: Sequence[Sequence[Commit]]) -> OrderInp
             features[n, commit.position, 37] = stale.probability(commit)
             state_id[n, commit.position] = HYPOTHETICAL if i else ROOT
     masked = state_id == MASKED
+    _compare(features, masked, stale)
     depth = np.array([min(len(prefix), MAX_DEPTH) for prefix in prefixes], np.int64)
     features[:, :, 38] = masked.mean(axis=1, keepdims=True)
     features[:, :, 39] = depth[:, None] / MAX_DEPTH

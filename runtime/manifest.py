@@ -21,7 +21,7 @@ from spot_deploy.engines.errors import SpotDeployError, usage_error
 from spot_deploy.engines.files import read_json
 
 FORMAT = "spot-deploy-bundle"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MANIFEST = "manifest.json"
 CONFIDENCES = ("tempered", "raw")
 ATTENTIONS = ("block-causal", "full")

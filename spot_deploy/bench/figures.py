@@ -39,8 +39,14 @@ def figures(results: Results) -> dict[str, tuple[Figure, str]]:
 
 
 def _axes(count: int) -> tuple[Figure, list[Any]]:
-    figure = Figure(figsize=(3.4 * count, 2.9), layout="constrained")
+    figure = Figure(figsize=(3.0 * count + 1.6, 2.9), layout="constrained")
     return figure, list(np.atleast_1d(figure.subplots(1, count)))
+
+
+def _legend(figure: Figure, axis: Any) -> None:
+    """Beside the plots: lines may be anywhere in them."""
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=7, frameon=False)
 
 
 def _budgets(results: Results) -> tuple[Figure, str]:
@@ -52,11 +58,12 @@ def _budgets(results: Results) -> tuple[Figure, str]:
         for (method, budget), sums in results.sums(results.main, kind, temperature).items():
             if method.verifier == "coupled" and method.gamma == results.config["gammas"][0]:
                 by_method[method][budget] = sums.ratio
+        axis.set_prop_cycle(color=matplotlib.colormaps["tab20"].colors)
         for style, (method, points) in zip(LINES * 9, by_method.items(), strict=False):
             budgets = sorted(points)
             axis.plot([0, *budgets], [1.0, *(points[b] for b in budgets)], style, markersize=3, label=method.words)
         axis.set(title=kind, xlabel="budget D", ylabel="draft-free passes / passes")
-    axes[-1].legend(fontsize=6)
+    _legend(figure, axes[-1])
     return figure, f"Fewer passes by budget, temperature {temperature:g}, {results.main.words}"
 
 
@@ -69,7 +76,7 @@ def _coverage(results: Results) -> tuple[Figure, str]:
             values = [results.coverage(kind, temperature, ahead, top) for ahead in AHEAD]
             axis.plot(AHEAD, values, style, markersize=3, label=f"t = {top}")
         axis.set(title=kind, xlabel="next K commits", ylabel="all among t stale candidates", ylim=(0, 1.02))
-    axes[-1].legend(fontsize=7)
+    _legend(figure, axes[-1])
     return figure, f"Stale coverage, temperature {temperature:g}"
 
 

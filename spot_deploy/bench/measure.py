@@ -53,7 +53,7 @@ class Cell:
 
 
 def load_prompts(config: BenchConfig) -> list[tuple[int, Prompt]]:
-    """The prompts to measure, with their numbers in the file or set: `per_kind` of each kind, in order.
+    """The prompts to measure, numbered among those of the wanted kinds: `per_kind` of each, in order.
 
     Raises:
         SpotDeployError: there is no such file, set or kind (exit code 2).
@@ -67,18 +67,13 @@ def load_prompts(config: BenchConfig) -> list[tuple[int, Prompt]]:
                 "prompts", f"there is no set {config.prompts!r}", wanted=", ".join(names), fix="or give a .jsonl file"
             )
         with resources.as_file(sets.joinpath(f"{config.prompts}.jsonl")) as found:
-            prompts = read_prompts(found)
+            prompts = read_prompts(found, kinds=config.kinds)
     else:
-        prompts = read_prompts(path)
-    kinds = {prompt.kind for prompt in prompts}
-    if missing := sorted(set(config.kinds) - kinds):
-        raise usage_error(
-            "prompts", f"no prompt is of {', '.join(missing)}", wanted=", ".join(sorted(kinds)), fix="mend kinds"
-        )
+        prompts = read_prompts(path, kinds=config.kinds)
     taken: Counter[str] = Counter()
     chosen = []
     for number, prompt in enumerate(prompts):
-        if prompt.kind in (config.kinds or kinds) and taken[prompt.kind] < config.per_kind:
+        if taken[prompt.kind] < config.per_kind:
             taken[prompt.kind] += 1
             chosen.append((number, prompt))
     return chosen

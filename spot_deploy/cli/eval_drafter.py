@@ -10,6 +10,7 @@ import click
 
 from spot_deploy.cli.common import (
     WholeNumbers,
+    Words,
     backend_option,
     bundle_argument,
     chat_option,
@@ -40,6 +41,7 @@ from spot_deploy.engines.errors import usage_error
     type=click.Path(path_type=Path, file_okay=False),
     help="Another order model to measure on this target as well, as train-drafter writes it; may be given again.",
 )
+@click.option("--kinds", type=Words(), help="Measure prompts of these kinds only, comma-separated.")
 @limit_option
 @backend_option
 @threads_option
@@ -50,6 +52,7 @@ def command(
     chat: bool,
     budgets: tuple[int, ...],
     order_models: tuple[Path, ...],
+    kinds: tuple[str, ...],
     limit: int | None,
     backend: str,
     threads: int | None,
@@ -69,7 +72,7 @@ def command(
 
     if not any(budgets):
         raise usage_error("options", f"budgets are {budgets}", wanted="at least one above 0", fix="--budgets 3,8,20")
-    chosen = read_prompts(prompts, limit)
+    chosen = read_prompts(prompts, limit, kinds or ())
     others = {}
     if order_models:
         from spot_deploy.cli.export import require_packages

@@ -4,6 +4,7 @@ if there is one, and the `grader` that compares (see bench.grading; `exact` unle
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,11 +20,11 @@ class Prompt:
     grader: str = "exact"
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
-    """Read a prompt file.
+def read_prompts(path: Path, limit: int | None = None, kinds: Sequence[str] = ()) -> list[Prompt]:
+    """Read a prompt file: the first `limit` prompts, of `kinds` where some are named.
 
     Raises:
-        SpotDeployError: it is missing, or a line is no such object (exit code 2).
+        SpotDeployError: it is missing, a line is no such object, or nothing is of such a kind (exit code 2).
     """
     fix = 'give JSON lines such as {"prompt": "How much is 2 + 2?", "kind": "sums"}'
     try:
@@ -51,4 +52,9 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
         prompts.append(prompt)
     if not prompts:
         raise usage_error("prompts", f"{path} holds no prompts", fix=fix)
-    return prompts[:limit]
+    there = sorted({prompt.kind for prompt in prompts})
+    if missing := [kind for kind in kinds if kind not in there]:
+        raise usage_error(
+            "prompts", f"no prompt is of {', '.join(missing)}", wanted=", ".join(there), fix="choose kinds among them"
+        )
+    return [prompt for prompt in prompts if not kinds or prompt.kind in kinds][:limit]

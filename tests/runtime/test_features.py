@@ -44,11 +44,17 @@ def test_columns():
     features = inputs.features[0]
     np.testing.assert_allclose(features[POSITIONS, :32], np.log(ranked[:, :32]) / 10, atol=1e-5)
     np.testing.assert_allclose(features[POSITIONS, 32], ranked[:, 32:].sum(1), atol=1e-5)
-    np.testing.assert_allclose(features[POSITIONS, 34], ranked[:, 0] - ranked[:, 1], atol=1e-5)
     odds = np.log(ranked[:, 0] / (1 - ranked[:, 0]))
     np.testing.assert_allclose(features[POSITIONS, 35], odds / 10, atol=1e-5)
-    assert sorted(features[POSITIONS, 36]) == [0, np.float32(1 / 3), np.float32(2 / 3), 1]
-    assert features[POSITIONS, 36][odds.argmax()] == 0
+    # Compared with what the prefix leaves masked, in each of them anew.
+    for row, left in zip(inputs.features, inputs.masked, strict=True):
+        among = dict(zip(POSITIONS, odds, strict=True))
+        best = sorted((p for p in POSITIONS if left[p]), key=lambda p: -among[p])
+        for rank, position in enumerate(best):
+            gap = among[best[0]] - among[position]
+            np.testing.assert_allclose(row[position, [33, 34]], [np.exp(-gap), max(-gap, -8) / 4], atol=1e-5)
+            np.testing.assert_allclose(row[position, 36], np.exp(-rank / 2), rtol=1e-6)
+        assert not row[~left][:, [33, 34, 36]].any()
     assert features[3, 37] == np.float32(ranked[1, 0])
     np.testing.assert_allclose(features[:, 38], 2 / WIDTH)
     np.testing.assert_allclose(features[:, 39], 2 / 32)
@@ -82,3 +88,15 @@ def test_a_record_gives_the_same_features_as_the_target():
         wanted = order_inputs(Stale.of(head, WIDTH), [prefix])
         np.testing.assert_allclose(seen.features, wanted.features, atol=2e-3)
         np.testing.assert_array_equal(seen.state_id, wanted.state_id)
+
+
+def test_a_target_that_is_entirely_sure_gives_numbers():
+    """Log-odds beyond every float, at some positions or all, and a prefix that leaves nothing masked."""
+    logits = np.full((len(POSITIONS), 60), -1e4, np.float32)
+    logits[:, 7] = 0
+    logits[0, 7:9] = 0
+    stale = Stale.of(head_of(logits), WIDTH)
+    prefixes = [[Commit(int(p), 7) for p in POSITIONS[:n]] for n in range(1, len(POSITIONS) + 1)]
+    features = order_inputs(stale, prefixes).features
+    assert np.isfinite(features).all()
+    assert (features[0, POSITIONS[1:], 33] == 1).all()
