@@ -58,7 +58,7 @@ def _budgets(results: Results) -> tuple[Figure, str]:
         for (method, budget), sums in results.sums(results.main, kind, temperature).items():
             if method.verifier == "coupled" and method.gamma == results.config["gammas"][0]:
                 by_method[method][budget] = sums.ratio
-        axis.set_prop_cycle(color=matplotlib.colormaps["tab20"].colors)
+        axis.set_prop_cycle(color=matplotlib.colormaps["tab20"](range(20)))
         for style, (method, points) in zip(LINES * 9, by_method.items(), strict=False):
             budgets = sorted(points)
             axis.plot([0, *budgets], [1.0, *(points[b] for b in budgets)], style, markersize=3, label=method.words)

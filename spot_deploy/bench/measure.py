@@ -8,6 +8,7 @@ of their own.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections import Counter, defaultdict
@@ -96,6 +97,21 @@ class Bench:
                 seen=f"lengths {config.lengths}",
                 fix="measure one length at a time",
             )
+        for number, prompt in self.prompts:
+            self._require_room(number, prompt)
+
+    def _require_room(self, number: int, prompt: Prompt) -> None:
+        """Refuse what would end a long run in its middle."""
+        decoding, length = self.runtime.decoding, self.config.lengths[-1]
+        tokens = len(self.runtime.prompt_ids(self.given(prompt)))
+        if decoding.positions(tokens, length) > decoding.max_positions:
+            raise usage_error(
+                "capacity",
+                f"prompt {number} and {length} new tokens do not fit the target",
+                seen=f"{tokens} prompt tokens ({prompt.kind}: {prompt.text[:40]!r} ...)",
+                wanted=f"at most {decoding.max_positions} positions in all",
+                fix="leave out that kind, or shorten lengths",
+            )
 
     def header(self) -> dict[str, Any]:
         """What results depend on; a file is gone on with only where all of it is the same."""
@@ -105,6 +121,7 @@ class Bench:
             "format": FORMAT,
             "version": __version__,
             "config": config | {"bundle": self.config.bundle.name},
+            "prompts_sha256": hashlib.sha256(repr(self.prompts).encode()).hexdigest(),
             "bundle_id": self.runtime.bundle_id,
             "machine": {"processor": backends.processor(), "cores": backends.default_threads()},
             "versions": backends.versions(self.config.backend),

@@ -97,6 +97,12 @@ def test_passes_are_those_of_real_decodes(config, runtime, measured, cell, stop)
     assert checked >= 2 * 2 * 7
 
 
+def test_a_prompt_that_does_not_fit_is_told_before_anything_is_measured(config, runtime, tmp_path):
+    with pytest.raises(SpotDeployError, match="prompt 0 and 4000 new tokens do not fit") as caught:
+        Bench(replace(config, lengths=(4000,)), runtime)
+    assert caught.value.exit_code == USAGE
+
+
 def test_more_knowledge_never_costs_passes(measured):
     """joint t contains joint t - 1; with all 32 it is no worse than any chain."""
     compared = 0
@@ -114,10 +120,16 @@ def test_an_interrupted_run_goes_on_to_the_same_file(config, runtime, measured, 
     whole = measured.read_bytes()
     lines = whole.splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:3]) + lines[3][:100])  # killed while writing
-    Bench(replace(config, timing=Timing()), runtime)
     with pytest.raises(SpotDeployError, match="results of something else") as caught:
         Bench(replace(config, budgets=(2, 6)), runtime).run(path)
     assert caught.value.exit_code == USAGE
+    others = tmp_path / "prompts.jsonl"
+    others.write_text(Path(config.prompts).read_text().replace("three", "two"))
+    bench = Bench(config, runtime)
+    bench.prompts = load_prompts(replace(config, prompts=str(others)))
+    with pytest.raises(SpotDeployError, match="results of something else") as caught:
+        bench.run(path)
+    assert "prompts_sha256" in caught.value.seen
     done = []
     Bench(config, runtime).run(path, lambda n, note: done.append(n))
     assert done[-1] == Bench(config, runtime).total
