@@ -14,6 +14,7 @@ from spot_deploy.bench.grading import grade
 from spot_deploy.bench.measure import Bench, Cell, load_prompts, read_results
 from spot_deploy.bench.page import write_report
 from spot_deploy.bench.results import Results, View, tables
+from spot_deploy.cli.main import main
 from spot_deploy.engines.errors import USAGE
 
 ORACLES = ("position", "token t=2", "joint t=1", "joint t=2", "joint t=32")
@@ -251,3 +252,29 @@ def test_code_runs_only_where_it_may(tmp_path):
     assert grade(f"open({str(path)!r}, 'w')", "", "python", run_code=False) is None
     assert not path.exists()
     assert grade("7", None, "exact", run_code=True) is None
+
+
+def run_cli(*arguments):
+    with pytest.raises(SystemExit) as caught:
+        main([str(a) for a in arguments])
+    return caught.value.code
+
+
+def test_from_the_command_line(tiny_bundle, prompts, tmp_path, capsys):
+    """A file, results, and a report; and what is said where something is missing."""
+    (tmp_path / "bench.toml").write_text(
+        f'bundle = "{tiny_bundle}"\nprompts = "{prompts / "prompts.jsonl"}"\nchat = false\n'
+        'per_kind = 1\nkinds = ["a"]\nmethods = ["SPOT", "joint t=2"]\nbudgets = [2]\nlengths = [16]\n'
+    )
+    results = tmp_path / "results.jsonl"
+    assert run_cli("bench", tmp_path / "bench.toml", "-o", results, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"results": str(results), "decodes": 1}
+    assert run_cli("report", results, "-o", tmp_path / "report", "--table", "passes-T0-fixed") == 0
+    out = capsys.readouterr().out
+    assert "| SPOT |" in out
+    assert (tmp_path / "report" / "report.html").is_file()
+    assert run_cli("report", results, "-o", tmp_path / "report", "--table", "none") == USAGE
+    assert "passes-T0-fixed" in capsys.readouterr().err
+    assert run_cli("bench", tmp_path / "bench.toml") == USAGE
+    assert run_cli("bench", "paper", "--show") == 0
+    assert "temperatures = [0.0, 0.5" in capsys.readouterr().out
