@@ -126,6 +126,7 @@ def provider_options(provider: str, signature: GraphSignature, sizes: Sizes | No
     """Options of a provider, with the shapes that TensorRT shall compile for.
 
     Without shapes its provider compiles anew whenever a pass is larger than all before, which takes seconds to minutes.
+    It is one range for every axis, so it covers combinations that no pass has, too.
     """
     options = dict(OPTIONS.get(provider, {}))
     for which, name in enumerate(SHAPES if sizes is not None else ()):

@@ -419,7 +419,7 @@ def _keep_kernels(
     files = {}
     for role, session in sessions.items():
         kernels = None if session is None else backends.compiled_kernels(backend, session)
-        if kernels is not None:
+        if kernels:  # an empty file could not be mapped
             path = stage / f"{role}{KERNELS}"
             path.write_bytes(kernels)
             files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
