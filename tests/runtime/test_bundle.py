@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from spot_deploy import Runtime, SpotDeployError
 from spot_deploy.runtime.bundle import bundle_id, open_bundle
-from spot_deploy.runtime.manifest import Decoding, default_buckets, read_manifest, to_document
+from spot_deploy.runtime.manifest import SCHEMA_VERSION, Decoding, default_buckets, read_manifest, to_document
 
 
 def snapshot(folder):
@@ -103,7 +103,8 @@ def test_manifest_that_is_none(tiny_copy, content):
 
 
 @pytest.mark.parametrize(
-    ("version", "fix"), [(3, "upgrade"), (1, "export"), (0, "export"), ("1", "export"), (None, "export")]
+    ("version", "fix"),
+    [(SCHEMA_VERSION + 1, "upgrade"), (1, "export"), (0, "export"), ("1", "export"), (None, "export")],
 )
 def test_wrong_schema(tiny_copy, version, fix):
     edit(tiny_copy, lambda d: d.update(schema_version=version))
