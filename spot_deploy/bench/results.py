@@ -210,6 +210,11 @@ def tables(results: Results) -> list[Table]:
     return [table for make in makers for table in make(results) if table.rows]
 
 
+def _cells(results: Results, sums: dict[tuple[Method, int], Sums], method: Method) -> list[str]:
+    """A method's passes at every budget; empty where it was not measured."""
+    return [sums[method, budget].text if (method, budget) in sums else "" for budget in results.budgets]
+
+
 def _main(results: Results) -> Iterator[Table]:
     """Tables 2, 8-13, 18, 19, 22: passes of every method at every budget."""
     for temperature in results.temperatures:
@@ -219,7 +224,7 @@ def _main(results: Results) -> Iterator[Table]:
                 sums = results.sums(view, kind, temperature)
                 lead = [kind, f"{results.draft_free(view, kind, temperature):.1f}"]
                 for method in [m for m in results.methods() if m.gamma == results.config["gammas"][0]]:
-                    cells = [sums[method, b].text if (method, b) in sums else "" for b in results.budgets]
+                    cells = _cells(results, sums, method)
                     if any(cells):
                         rows.append([*lead, method.words, *cells])
                         lead = ["", ""]
@@ -332,9 +337,7 @@ def _temperatures(results: Results) -> Iterator[Table]:
                 f"{results.draft_free(results.main, kind, temperature):.1f}",
             ]  # fmt: skip
             for verifier in ("coupled", "uncoupled"):
-                for budget in results.budgets:
-                    found = sums.get((Method(SPOT, verifier, results.config["gammas"][0]), budget))
-                    row.append(found.text if found is not None else "")
+                row += _cells(results, sums, Method(SPOT, verifier, results.config["gammas"][0]))
             rows.append(row)
             lead = ""
     columns = [f"D{b} {v}" for v in ("coupled", "uncoupled") for b in results.budgets]
@@ -357,10 +360,7 @@ def _lengths(results: Results) -> Iterator[Table]:
             lead = kind
             for view in results.views:
                 sums = results.sums(view, kind, temperature)
-                cells = [
-                    found.text if (found := sums.get((Method(SPOT, "coupled", results.config["gammas"][0]), b))) else ""
-                    for b in results.budgets
-                ]
+                cells = _cells(results, sums, Method(SPOT, "coupled", results.config["gammas"][0]))
                 rows.append([lead, view.words, f"{results.draft_free(view, kind, temperature):.1f}", *cells])
                 lead = ""
         yield Table(
@@ -382,10 +382,7 @@ def _floors(results: Results) -> Iterator[Table]:
             sums = results.sums(results.main, kind, temperature)
             lead = kind
             for floor in floors:
-                cells = [
-                    found.text if (found := sums.get((Method(SPOT, "coupled", floor), b))) else ""
-                    for b in results.budgets
-                ]
+                cells = _cells(results, sums, Method(SPOT, "coupled", floor))
                 rows.append([lead, f"{floor:g}", *cells])
                 lead = ""
         yield Table(

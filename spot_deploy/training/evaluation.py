@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from spot_deploy.bench.grading import grade
 from spot_deploy.engines.contracts import OrderSession
 from spot_deploy.runtime.api import Runtime
 from spot_deploy.runtime.decode import DecodeOptions
@@ -65,7 +66,7 @@ def evaluate(
 
     Returns:
         `kinds`: means per prompt by kind, and `all`, among them stale coverage, the mean probability of what was
-        committed, and the share of texts that are the prompt's answer, letter by letter; `accuracy_by_depth` of the
+        committed, and the share of texts that are right by the prompt's grader; `accuracy_by_depth` of the
         order model and of stale confidence.
     """
     options = runtime.resolve(options)
@@ -96,9 +97,10 @@ def evaluate(
             row.covered += covered
             row.look_ahead += ahead
             row.committed += committed
-            if prompt.answer is not None:
+            right = grade(decoded.text, prompt.answer, prompt.grader, run_code=False)
+            if right is not None:
                 row.answers += 1
-                row.right += decoded.text.strip() == prompt.answer.strip()
+                row.right += right
             for name, by_budget in counts.items():
                 for budget, value in by_budget.items():
                     row.passes[name][budget] += value
