@@ -19,11 +19,21 @@ from spot_deploy.cli.common import MAX_THREADS, emit, json_option, progress_bar
 @click.option(
     "--learning-rate", type=click.FloatRange(0, min_open=True), default=1e-3, show_default=True, help="At its peak."
 )
+@click.option(
+    "--loss",
+    type=click.Choice(["cross-entropy", "chain", "first-error"]),
+    default="cross-entropy",
+    show_default=True,
+    help="The last two add a term over the commits after an anchor.",
+)
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Of weights and examples.")
 @click.option("--threads", type=click.IntRange(1, MAX_THREADS), default=1, show_default=True, help="Of torch.")
 @json_option
 def command(records: tuple[Path, ...], output: Path, init: Path | None, as_json: bool, **choices: Any) -> None:
-    """Train an order model on folders of RECORDS. Goes on from the output folder's training state if one is there."""
+    """Train an order model on folders of RECORDS, of one target or several.
+
+    Goes on from the output folder's training state if one is there.
+    """
     from spot_deploy.cli.export import require_packages
 
     require_packages("train-drafter")
@@ -31,9 +41,9 @@ def command(records: tuple[Path, ...], output: Path, init: Path | None, as_json:
     from spot_deploy.training.records import load_records
 
     options = TrainOptions(**choices)
-    loaded = load_records(records)
+    corpus = load_records(records)
     with progress_bar("steps", options.steps) as bar:
-        result = train(loaded, output, options, init=init, card={"block_width": loaded.width}, progress=bar)
+        result = train(corpus, output, options, init=init, progress=bar)
     if as_json:
         emit({"order_model": str(output), "accuracy_by_depth": result})
         return

@@ -1,16 +1,22 @@
-"""Training the order model on records (SPOT, section 3.1)."""
+"""Training the order model on records (SPOT, section 3.1).
+
+Three losses. `cross-entropy`: of the commit that follows a hypothetical prefix, at random anchors and depths. The other
+two add, over the true commits q_1 .. q_8 after an anchor, what a drafter of left-to-right text was taught with
+(Teaching Diffusion to Speculate Left-to-Right, arXiv 2606.11552), put to orders: `chain` the expected number of drafts
+accepted by a chain, sum_d q_1 ... q_d; `first-error` the focal loss of the first commit that the model would miss.
+Its own setting, a diffusion drafter for an autoregressive target, is not ours.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from spot_deploy.engines.contracts import Array
 from spot_deploy.engines.errors import SpotDeployError, usage_error
@@ -24,11 +30,13 @@ from spot_deploy.training.schedule import set_learning_rate
 DEPTH_DECAY = 0.85  # examples of depth d are drawn in proportion to .85^d, about how often that depth is reached
 MATRIX_RATE = 10  # learning rate of matrices, whose updates are orthogonalised, over that of all else
 HELD_OUT = 20  # every 20th block is kept for validation
+LOSSES = ("cross-entropy", "chain", "first-error")
+WINDOW = 8  # commits after an anchor that `chain` and `first-error` look at
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Attributes: steps, batch (examples per step), learning_rate (peak, see schedule), seed, threads."""
+    """Attributes: steps, batch (examples per step), learning_rate (peak, see schedule), seed, threads, loss."""
 
     steps: int = 3000
     batch: int = 96
@@ -37,6 +45,7 @@ class TrainOptions:
     seed: int = 1
     threads: int = 1
     save_every: int = 250
+    loss: str = LOSSES[0]
 
     def __post_init__(self) -> None:
         if not 0 < self.learning_rate <= 1 or not 0 <= self.seed < 2**63:
@@ -46,6 +55,14 @@ class TrainOptions:
                 seen=f"learning_rate {self.learning_rate}, seed {self.seed}",
                 wanted="0 < learning_rate <= 1, 0 <= seed < 2^63",
                 fix="mend them",
+            )
+        if self.loss not in LOSSES or (self.loss != LOSSES[0] and self.batch < 2 * WINDOW):
+            raise usage_error(
+                "options",
+                "this loss cannot be computed",
+                seen=f"loss {self.loss!r}, batch {self.batch}",
+                wanted=f"one of {', '.join(LOSSES)}; for the last two a batch of at least {2 * WINDOW}",
+                fix="choose one of these",
             )
 
 
@@ -65,7 +82,7 @@ def build(records: Records, examples: Sequence[Example]) -> tuple[OrderInputs, A
         stale = records.stale(example.block, example.step)
         prefix = records.commits(range(example.step, example.step + example.depth))
         inputs.append(order_inputs(stale, [prefix]))
-        labels.append(int(records.arrays["position"][example.step + example.depth]))
+        labels.append(int(records.index["position"][example.step + example.depth]))
     joined = OrderInputs(
         *(np.concatenate([getattr(i, name) for i in inputs]) for name in ("features", "state_id", "depth", "masked"))
     )
@@ -74,17 +91,31 @@ def build(records: Records, examples: Sequence[Example]) -> tuple[OrderInputs, A
 
 def draw(records: Records, blocks: Array, rng: np.random.Generator, count: int) -> list[Example]:
     """Random examples from some blocks: anchors uniformly, depths by the decay."""
-    starts = records.arrays["block_step"]
+    examples = []
+    for block, step, left in _anchors(records, blocks, rng, count):
+        weights = DEPTH_DECAY ** np.arange(1, left + 1)
+        depth = 1 + int(rng.choice(len(weights), p=weights / weights.sum()))
+        examples.append(Example(block, step, depth))
+    return examples
+
+
+def draw_windows(records: Records, blocks: Array, rng: np.random.Generator, count: int) -> list[list[Example]]:
+    """The first WINDOW depths of `count` random anchors."""
+    return [
+        [Example(block, step, depth) for depth in range(1, min(WINDOW, left) + 1)]
+        for block, step, left in _anchors(records, blocks, rng, count)
+    ]
+
+
+def _anchors(records: Records, blocks: Array, rng: np.random.Generator, count: int) -> Iterator[tuple[int, int, int]]:
+    """Block, pass, and how many commits follow the pass's own; uniform over the passes."""
+    starts = records.index["block_step"]
     lengths = starts[blocks + 1] - starts[blocks] - 1  # the last pass has nothing to predict
     cumulative = np.cumsum(lengths)
-    examples = []
     for pick in rng.integers(0, cumulative[-1], count):
         index = int(np.searchsorted(cumulative, pick, side="right"))
         anchor = int(pick - (cumulative[index] - lengths[index]))
-        weights = DEPTH_DECAY ** np.arange(1, lengths[index] - anchor + 1)
-        depth = 1 + int(rng.choice(len(weights), p=weights / weights.sum()))
-        examples.append(Example(int(blocks[index]), int(starts[blocks[index]]) + anchor, depth))
-    return examples
+        yield int(blocks[index]), int(starts[blocks[index]]) + anchor, int(lengths[index]) - anchor
 
 
 def scores(model: OrderModel, inputs: OrderInputs) -> torch.Tensor:
@@ -92,6 +123,29 @@ def scores(model: OrderModel, inputs: OrderInputs) -> torch.Tensor:
     names = ("features", "state_id", "depth", "masked")
     result: torch.Tensor = model(*(torch.from_numpy(getattr(inputs, name)) for name in names))
     return result
+
+
+def order_loss(kind: str, log_q: torch.Tensor, labels: torch.Tensor, windows: Sequence[int]) -> torch.Tensor:
+    """The mean loss of a batch.
+
+    Args:
+        kind: one of LOSSES.
+        log_q: [N, L].
+        labels: positions [N].
+        windows: lengths of the windows that the last rows of the batch are; none for cross-entropy.
+    """
+    true = log_q.gather(1, labels[:, None])[:, 0]
+    loss = -true.mean()
+    runs = true[len(true) - sum(windows) :].split(list(windows)) if windows else ()
+    if kind == "chain":
+        return loss - torch.stack([run.cumsum(0).exp().sum() for run in runs]).mean() / WINDOW
+    if kind == "first-error":
+        missed = (log_q.argmax(1) != labels)[len(true) - sum(windows) :].split(list(windows))
+        firsts = [run[int(wrong.int().argmax())] for run, wrong in zip(runs, missed, strict=True) if wrong.any()]
+        if firsts:
+            first = torch.stack(firsts)
+            return loss - ((1 - first.exp()) ** 2 * first).sum() / len(runs)
+    return loss
 
 
 def validation_set(records: Records, blocks: Array, per_depth: int = 400) -> dict[int, list[Example]]:
@@ -111,45 +165,66 @@ def validation_set(records: Records, blocks: Array, per_depth: int = 400) -> dic
     return found
 
 
-def accuracy(records: Records, model: OrderModel, sets: dict[int, list[Example]]) -> dict[str, dict[str, float]]:
-    """Next-commit accuracy by depth, and that of ordering by stale confidence."""
+@dataclass(frozen=True)
+class Part:
+    """Records of one block width, with the blocks to train on and examples of the blocks kept out, by depth."""
+
+    records: Records
+    blocks: Array
+    held_out: dict[int, list[Example]]
+
+    @classmethod
+    def of(cls, records: Records) -> Part:
+        usable = np.flatnonzero(np.diff(records.index["block_step"]) > 1)
+        held_out = validation_set(records, usable[::HELD_OUT])
+        return cls(records, np.delete(usable, np.s_[::HELD_OUT]), held_out)
+
+
+def accuracy(model: OrderModel, parts: Sequence[Part]) -> dict[str, dict[str, float]]:
+    """Next-commit accuracy and cross-entropy by depth, and the accuracy of ordering by stale confidence."""
     result = {}
-    for depth, examples in sets.items():
-        inputs, labels = build(records, examples)
-        with torch.no_grad():
-            best = scores(model, inputs).argmax(-1).numpy()
-        confidence = np.where(inputs.masked, inputs.features[:, :, 35], -np.inf).argmax(-1)
-        result[str(depth)] = {
-            "model": float((best == labels).mean()),
-            "stale_confidence": float((confidence == labels).mean()),
-            "examples": len(labels),
-        }
+    for depth in DEPTHS:
+        found: list[Array] = []
+        for part in parts:
+            if depth in part.held_out:
+                inputs, labels = build(part.records, part.held_out[depth])
+                with torch.no_grad():
+                    log_q = scores(model, inputs).numpy()
+                confidence = np.where(inputs.masked, inputs.features[:, :, 35], -np.inf).argmax(-1)
+                missing = -log_q[np.arange(len(labels)), labels]
+                found.append(np.stack([log_q.argmax(-1) == labels, confidence == labels, missing]))
+        if found:
+            best, stale, loss = np.concatenate(found, axis=1)
+            result[str(depth)] = {
+                "model": float(best.mean()),
+                "stale_confidence": float(stale.mean()),
+                "cross_entropy": float(loss.mean()),
+                "examples": len(best),
+            }
     return result
 
 
 def train(
-    records: Records,
+    corpus: Sequence[Records],
     output: Path,
     options: TrainOptions,
     *,
     init: Path | None = None,
-    card: dict[str, object] | None = None,
     progress: Callable[[int, str], None] = lambda done, note: None,
 ) -> dict[str, dict[str, float]]:
     """Train and write an order model; goes on from `output`/state.safetensors if that is there.
 
     Args:
+        corpus: one for each block width; a batch comes from one of them, chosen in proportion to its passes.
         init: order model to start from (fine-tuning).
-        card: what to note about the data.
 
     Returns:
         Accuracy on the held-out blocks by depth.
     """
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    usable = np.flatnonzero(np.diff(records.arrays["block_step"]) > 1)
-    held, blocks = usable[::HELD_OUT], np.delete(usable, np.s_[::HELD_OUT])
-    if not len(blocks):
+    parts = [part for part in map(Part.of, corpus) if len(part.blocks)]
+    if not parts:
         raise usage_error("records-few", "there are too few records to train on", fix="record more prompts")
     model = load_order_model(init)[0] if init is not None else OrderModel()
     matrices: list[torch.nn.Parameter] = []
@@ -162,18 +237,24 @@ def train(
     ]
     output.mkdir(parents=True, exist_ok=True)
     state = output / "state.safetensors"
-    run = hashlib.sha256(records.arrays["position"].tobytes() + records.arrays["token"].tobytes()).hexdigest()[:16]
-    run += f" muon batch {options.batch} rate {options.learning_rate} seed {options.seed} init {init}"
+    commits = b"".join(r.index[name].tobytes() for r in corpus for name in ("position", "token"))
+    run = f"{hashlib.sha256(commits).hexdigest()[:16]} {options.loss} batch {options.batch}"
+    run += f" rate {options.learning_rate} seed {options.seed} init {init}"
     step = load_state(state, model, optimizers, run)
-    sets = validation_set(records, held)
+    shares = np.array([part.records.passes for part in parts], float)
+    windows = options.batch // 2 // WINDOW if options.loss != LOSSES[0] else 0
     losses: list[float] = []
-    result = accuracy(records, model.eval(), sets) if step >= options.steps else {}
+    result = accuracy(model.eval(), parts) if step >= options.steps else {}
     while step < options.steps:
         rng = np.random.default_rng([options.seed, step])
-        inputs, labels = build(records, draw(records, blocks, rng, options.batch))
+        part = parts[rng.choice(len(parts), p=shares / shares.sum())] if len(parts) > 1 else parts[0]
+        runs = draw_windows(part.records, part.blocks, rng, windows)
+        examples = draw(part.records, part.blocks, rng, options.batch - WINDOW * windows)
+        inputs, labels = build(part.records, examples + [example for window in runs for example in window])
         for optimizer in optimizers:
             set_learning_rate(optimizer, step, steps=options.steps, warmup=options.warmup)
-        loss = F.nll_loss(scores(model.train(), inputs), torch.from_numpy(labels))
+        log_q = scores(model.train(), inputs)
+        loss = order_loss(options.loss, log_q, torch.from_numpy(labels), [len(window) for window in runs])
         if not math.isfinite(loss.item()):
             raise SpotDeployError(
                 "training-diverged", f"the loss is {loss.item()} at step {step}", fix="use a smaller --learning-rate"
@@ -187,18 +268,20 @@ def train(
         losses.append(loss.item())
         if step % options.save_every == 0 or step == options.steps:
             save_state(state, model, optimizers, step, run)
-            result = accuracy(records, model.eval(), sets)
+            result = accuracy(model.eval(), parts)
             note: dict[str, object] = {
                 "steps": step,
                 "batch": options.batch,
                 "learning_rate": options.learning_rate,
                 "seed": options.seed,
-                "training_blocks": len(blocks),
-                "training_passes": len(records.arrays["position"]),
+                "order_loss": options.loss,
+                "block_widths": [part.records.width for part in parts],
+                "training_blocks": sum(len(part.blocks) for part in parts),
+                "training_passes": sum(part.records.passes for part in parts),
                 "loss": round(float(np.mean(losses[-options.save_every :])), 4),
                 "accuracy_by_depth": result,
             }
-            save_order_model(model, output, note | (card or {}))
+            save_order_model(model, output, note)
         mean = np.mean(losses[-50:])
         progress(
             step, f"loss {mean:.3f}" + (f", accuracy {result['1']['model']:.3f} at depth 1" if "1" in result else "")

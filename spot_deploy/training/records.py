@@ -17,8 +17,10 @@ followed. A shard that is there is not recorded again, so recording goes on wher
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,8 @@ from spot_deploy.runtime.state import Commit, State
 FORMAT = "spot-deploy-records"
 META = "records.json"
 ROWS = ("log_p", "ids", "rest", "log_odds")
-TENSORS = (*ROWS, "block_step", "given", "temperature", "step_row", "position", "token")
+INDEX = ("block_step", "given", "temperature", "step_row", "position", "token")
+OPEN_SHARDS = 256  # kept open at a time
 DEPTHS = (1, 2, 4, 8, 16)  # at which accuracy is reported; depth 1 follows the root
 
 
@@ -86,76 +89,119 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Records:
-    """Trajectories in memory; arrays as in the table above."""
+    """Trajectories of one block width: an index in memory, rows read from the shards as they are asked for.
+
+    Attributes:
+        width: block width L.
+        index: the tensors INDEX of all shards, joined.
+        shards: files.
+        first_row: of each shard, and the end [shards + 1].
+    """
 
     width: int
-    arrays: dict[str, Array]
+    index: dict[str, Array]
+    shards: tuple[Path, ...]
+    first_row: Array
 
     @property
     def blocks(self) -> int:
-        return len(self.arrays["given"])
+        return len(self.index["given"])
+
+    @property
+    def passes(self) -> int:
+        return len(self.index["position"])
 
     def steps(self, block: int) -> range:
         """The passes of a block."""
-        return range(int(self.arrays["block_step"][block]), int(self.arrays["block_step"][block + 1]))
+        return range(int(self.index["block_step"][block]), int(self.index["block_step"][block + 1]))
 
     def commits(self, steps: Sequence[int]) -> list[Commit]:
-        return [Commit(int(self.arrays["position"][s]), int(self.arrays["token"][s])) for s in steps]
+        return [Commit(int(self.index["position"][s]), int(self.index["token"][s])) for s in steps]
 
     def stale(self, block: int, step: int) -> Stale:
-        """The stale distributions after a pass of a block."""
-        a = self.arrays
-        masked = ~a["given"][block]
-        masked[a["position"][self.steps(block).start : step]] = False
-        rows = slice(int(a["step_row"][step]), int(a["step_row"][step + 1]))
+        """The stale distributions after a pass of a block.
+
+        Raises:
+            SpotDeployError: the shard that holds them is gone or damaged.
+        """
+        masked = ~self.index["given"][block]
+        masked[self.index["position"][self.steps(block).start : step]] = False
+        first, last = (int(r) for r in self.index["step_row"][step : step + 2])
+        shard = int(np.searchsorted(self.first_row, first, side="right")) - 1
+        offset = int(self.first_row[shard])
+        file = _open_shard(self.shards[shard])
+        log_p, ids, rest, log_odds = (file.get_slice(name)[first - offset : last - offset] for name in ROWS)
         return Stale(
             self.width,
             np.flatnonzero(masked),
-            a["log_p"][rows].astype(np.float64),
-            a["ids"][rows],
-            a["rest"][rows].astype(np.float64),
-            a["log_odds"][rows].astype(np.float64),
+            log_p.astype(np.float64),
+            ids,
+            rest.astype(np.float64),
+            log_odds.astype(np.float64),
         )
 
 
-def load_records(folders: Sequence[Path]) -> Records:
-    """Read and join the shards of one or more folders.
+@lru_cache(maxsize=OPEN_SHARDS)
+def _open_shard(path: Path) -> Any:
+    """A shard, mapped into memory."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, "numpy")
+    except (SafetensorError, OSError) as error:
+        raise SpotDeployError(
+            "records", f"cannot read {path}", seen=str(error), fix="delete it and record again"
+        ) from error
+
+
+def load_records(folders: Sequence[Path]) -> list[Records]:
+    """Open the shards of one or more folders; of each only the index is read.
+
+    Returns:
+        Records by block width, rising.
 
     Raises:
-        SpotDeployError: a folder holds no records, or block widths differ.
+        SpotDeployError: a folder holds no records, or a shard is damaged.
     """
     from safetensors import SafetensorError
-    from safetensors.numpy import load_file
 
-    shards: list[dict[str, Array]] = []
-    widths = set()
+    _open_shard.cache_clear()  # a path may hold other records by now
+    found: dict[int, list[tuple[Path, dict[str, Array]]]] = defaultdict(list)
     for folder in folders:
         meta = read_json(folder / META, code="records", fix="give folders that spot-deploy record wrote")
         if not isinstance(meta, dict) or meta.get("format") != FORMAT or type(meta.get("block_width")) is not int:
             raise SpotDeployError("records", f"{folder} holds no records", fix="spot-deploy record makes them")
-        widths.add(meta["block_width"])
         for path in sorted(folder.glob("shard-*.safetensors")):
+            file = _open_shard(path)
             try:
-                shard = load_file(path)
-                shards.append({name: shard[name] for name in TENSORS})
-            except (SafetensorError, KeyError, OSError) as error:
+                index = {name: file.get_tensor(name) for name in INDEX}
+                rows = {file.get_slice(name).get_shape()[0] for name in ROWS}
+            except SafetensorError as error:
                 raise SpotDeployError(
                     "records", f"cannot read {path}", seen=str(error), fix="delete it and record again"
                 ) from error
-    if not shards or len(widths) != 1:
-        raise SpotDeployError(
-            "records",
-            "there is nothing to join",
-            seen=f"{len(shards)} shards, block widths {sorted(widths)}",
-            wanted="at least one shard, one block width",
-            fix="record first; train one order model per block width",
-        )
-    arrays = {}
-    for name in TENSORS:
-        parts = [shard[name] for shard in shards]
+            if rows != {int(index["step_row"][-1])}:
+                raise SpotDeployError(
+                    "records",
+                    f"{path} does not hold the rows that it names",
+                    seen=str(sorted(rows)),
+                    wanted=str(index["step_row"][-1]),
+                    fix="delete it and record again",
+                )
+            found[meta["block_width"]].append((path, index))
+    if not found:
+        seen = ", ".join(map(str, folders))
+        raise SpotDeployError("records", "there are no shards", seen=seen, fix="record first")
+    return [_join(width, *zip(*shards, strict=True)) for width, shards in sorted(found.items())]
+
+
+def _join(width: int, paths: tuple[Path, ...], parts: tuple[dict[str, Array], ...]) -> Records:
+    index = {}
+    for name in INDEX:
+        arrays = [part[name] for part in parts]
         if name in ("block_step", "step_row"):
-            starts = np.cumsum([0, *(part[-1] for part in parts)])
-            parts = [part[:-1] + start for part, start in zip(parts, starts, strict=False)]
-            parts.append(starts[-1:])
-        arrays[name] = np.concatenate(parts)
-    return Records(widths.pop(), arrays)
+            starts = np.cumsum([0, *(a[-1] for a in arrays)])
+            arrays = [a[:-1] + start for a, start in zip(arrays, starts, strict=False)]
+            arrays.append(starts[-1:])
+        index[name] = np.concatenate(arrays)
+    return Records(width, index, paths, np.cumsum([0, *(part["step_row"][-1] for part in parts)]))

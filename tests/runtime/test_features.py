@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+from safetensors.numpy import save_file
 
+from spot_deploy.engines.files import write_json
 from spot_deploy.runtime.features import BEFORE, HYPOTHETICAL, MASKED, ROOT, Stale, order_inputs
 from spot_deploy.runtime.head import Head, summarise
 from spot_deploy.runtime.state import Commit, State
-from spot_deploy.training.records import Recorder, Records
+from spot_deploy.training.records import FORMAT, Recorder, load_records
 
 WIDTH, POSITIONS = 8, np.array([1, 3, 4, 6])
 
@@ -65,7 +67,7 @@ def test_columns():
     assert inputs.depth.tolist() == [2, 1]
 
 
-def test_a_record_gives_the_same_features_as_the_target():
+def test_a_record_gives_the_same_features_as_the_target(tmp_path):
     """Up to the half precision of the recorded log-probabilities."""
     recorder = Recorder(WIDTH)
     tokens = np.zeros(WIDTH, np.int64)
@@ -80,7 +82,9 @@ def test_a_record_gives_the_same_features_as_the_target():
         commit = Commit(int(state.masked[0]), int(head.ids[0, 0]))
         recorder(state, head, commit)
         state = state.after(commit)
-    records = Records(WIDTH, recorder.tensors())
+    save_file(recorder.tensors(), tmp_path / "shard-00000.safetensors")
+    write_json(tmp_path / "records.json", {"format": FORMAT, "block_width": WIDTH})
+    (records,) = load_records([tmp_path])
     assert records.blocks == 1
     for step, head in enumerate(heads):
         prefix = records.commits([step])
