@@ -228,6 +228,11 @@ class TargetOutputs:
     row: Callable[[int], Array]
     kept: Sequence[Any]
 
+    @classmethod
+    def of(cls, head: Mapping[str, Array], row: Callable[[int], Array], kept: Sequence[Any]) -> TargetOutputs:
+        """From the head's outputs by name (see GraphSignature.head_names); others are let be."""
+        return cls(head["top_logits"], head["top_ids"], head["rest_lse"], head.get("rest_lse_raw"), row, kept)
+
 
 @dataclass(frozen=True)
 class Compiled:

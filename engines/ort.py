@@ -206,14 +206,7 @@ class HostTarget(HostSession):
             result: Array = logits[index]
             return result
 
-        return TargetOutputs(
-            top_logits=found["top_logits"],
-            top_ids=found["top_ids"],
-            rest_lse=found["rest_lse"],
-            rest_lse_raw=found.get("rest_lse_raw"),
-            row=row,
-            kept=[found[n] for n in self._kept] if keep else [],
-        )
+        return TargetOutputs.of(found, row, [found[n] for n in self._kept] if keep else [])
 
 
 class DeviceTarget(DeviceSession):
@@ -251,14 +244,7 @@ class DeviceTarget(DeviceSession):
             self._copies.wait()
             return found
 
-        return TargetOutputs(
-            top_logits=head["top_logits"],
-            top_ids=head["top_ids"],
-            rest_lse=head["rest_lse"],
-            rest_lse_raw=head.get("rest_lse_raw"),
-            row=row,
-            kept=[views[name] for name in self._kept] if keep else [],
-        )
+        return TargetOutputs.of(head, row, [views[name] for name in self._kept] if keep else [])
 
 
 class OrderModel:

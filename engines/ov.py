@@ -147,19 +147,14 @@ class Target(HostSession):
     def __init__(self, path: Path, signature: GraphSignature, threads: int, precision: str, provider: str = "cpu"):
         self._model = _Requests(_compile(path, signature, threads, precision, "target"))
         self._past, self._kept = signature.past_names, signature.kept_names
-        self._raw = any(t.name == "rest_lse_raw" for t in signature.outputs)
+        self._head = signature.head_names
 
     def run(self, inputs: TargetInputs, *, keep: bool) -> TargetOutputs:
         results = self._model.infer(inputs.feeds(self._past))
-        return TargetOutputs(
-            top_logits=results.copy("top_logits"),
-            top_ids=results.copy("top_ids"),
-            rest_lse=results.copy("rest_lse"),
-            rest_lse_raw=results.copy("rest_lse_raw") if self._raw else None,
-            # Rows are seldom asked for, and all of them are large: they are fetched where the pass left them.
-            row=functools.partial(results.row, "logits"),
-            kept=[results.copy(n) for n in self._kept] if keep else [],
-        )
+        head = {name: results.copy(name) for name in self._head}
+        # Rows are seldom asked for, and all of them are large: they are fetched where the pass left them.
+        row = functools.partial(results.row, "logits")
+        return TargetOutputs.of(head, row, [results.copy(n) for n in self._kept] if keep else [])
 
 
 class OrderModel:

@@ -442,14 +442,8 @@ class Target(DeviceSession):
                 fix="build-engine --precision bf16 or f32: float16 overflows in some networks",
             )
 
-        return TargetOutputs(
-            top_logits=head["top_logits"],
-            top_ids=head["top_ids"],
-            rest_lse=head["rest_lse"],
-            rest_lse_raw=head.get("rest_lse_raw"),
-            row=rows.fetch,
-            kept=[self._view(loan, name, shapes[name]) for name in self._kept] if keep else [],
-        )
+        kept = [self._view(loan, name, shapes[name]) for name in self._kept] if keep else []
+        return TargetOutputs.of(head, rows.fetch, kept)
 
     @staticmethod
     def _view(loan: _Loan, name: str, shape: Shape) -> DeviceView:

@@ -255,14 +255,8 @@ class TorchTarget(HostSession):
             outputs = self._graph(**feeds, past=past)
         found = dict(zip(self._names, outputs, strict=True))
         arrays = {name: (x.float() if name in self._kept else x).numpy() for name, x in found.items()}
-        return TargetOutputs(
-            top_logits=arrays["top_logits"],
-            top_ids=arrays["top_ids"],
-            rest_lse=arrays["rest_lse"],
-            rest_lse_raw=arrays.get("rest_lse_raw"),
-            row=arrays["logits"].__getitem__,
-            kept=[arrays[name] for name in self._kept] if keep else [],
-        )
+        kept = [arrays[name] for name in self._kept] if keep else []
+        return TargetOutputs.of(arrays, arrays["logits"].__getitem__, kept)
 
 
 class Gate:

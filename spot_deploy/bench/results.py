@@ -215,65 +215,70 @@ def _cells(results: Results, sums: dict[tuple[Method, int], Sums], method: Metho
     return [sums[method, budget].text if (method, budget) in sums else "" for budget in results.budgets]
 
 
-def _main(results: Results) -> Iterator[Table]:
-    """Tables 2, 8-13, 18, 19, 22: passes of every method at every budget."""
+def _longest(results: Results) -> Iterator[tuple[float, View, str]]:
+    """Every temperature with both views of the longest length, and what their tables' names end in."""
     for temperature in results.temperatures:
         for view in [v for v in results.views if v.length == results.main.length]:
-            rows = []
-            for kind in results.kinds:
-                sums = results.sums(view, kind, temperature)
-                lead = [kind, f"{results.draft_free(view, kind, temperature):.1f}"]
-                for method in [m for m in results.methods() if m.gamma == results.config["gammas"][0]]:
-                    cells = _cells(results, sums, method)
-                    if any(cells):
-                        rows.append([*lead, method.words, *cells])
-                        lead = ["", ""]
-            yield Table(
-                f"passes-T{temperature:g}-{'end' if view.stop else 'fixed'}",
-                f"Passes per prompt at temperature {temperature:g}, {view.words} (draft-free over it, ± of seeds)",
-                ["kind", "D0", "method", *(f"D{b}" for b in results.budgets)],
-                rows,
-            )
+            yield temperature, view, f"T{temperature:g}-{'end' if view.stop else 'fixed'}"
+
+
+def _main(results: Results) -> Iterator[Table]:
+    """Tables 2, 8-13, 18, 19, 22: passes of every method at every budget."""
+    for temperature, view, suffix in _longest(results):
+        rows = []
+        for kind in results.kinds:
+            sums = results.sums(view, kind, temperature)
+            lead = [kind, f"{results.draft_free(view, kind, temperature):.1f}"]
+            for method in [m for m in results.methods() if m.gamma == results.config["gammas"][0]]:
+                cells = _cells(results, sums, method)
+                if any(cells):
+                    rows.append([*lead, method.words, *cells])
+                    lead = ["", ""]
+        yield Table(
+            f"passes-{suffix}",
+            f"Passes per prompt at temperature {temperature:g}, {view.words} (draft-free over it, ± of seeds)",
+            ["kind", "D0", "method", *(f"D{b}" for b in results.budgets)],
+            rows,
+        )
 
 
 def _oracles(results: Results) -> Iterator[Table]:
     """Table 7 and the share of what a perfect order could give."""
-    for temperature in results.temperatures:
-        for view in [v for v in results.views if v.length == results.main.length]:
-            rows = []
-            for kind in results.kinds:
-                sums = results.sums(view, kind, temperature)
-                n = len(list(results.lines(kind, temperature)))
-                accuracy = results.accuracy(kind, temperature, view.length)
-                lead = [
-                    kind, str(n), "-" if accuracy is None else f"{accuracy:.2f}",
-                    f"{results.token_coverage(kind, temperature):.3f}",
-                    f"{results.coverage(kind, temperature, 8, 1):.3f}",
-                    f"{results.committed(kind, temperature):.3f}",
-                ]  # fmt: skip
-                for budget in results.budgets:
-                    by_name = {m.name: s for (m, b), s in sums.items() if b == budget and _plain(m, results)}
-                    if SPOT not in by_name or "joint t=2" not in by_name:
-                        continue
-                    spot = by_name[SPOT]
-                    share = by_name["joint t=2"].mean / spot.mean
-                    oracles = [f"{by_name[o].ratio:.2f}x" if o in by_name else "" for o in ORACLE_COLUMNS]
-                    ideal = np.mean([_ideal(line, view, budget) for line in results.lines(kind, temperature)])
-                    free = results.draft_free(view, kind, temperature)
-                    rows.append(
-                        [*lead, f"D{budget}", f"{spot.ratio:.2f}x", *oracles, f"{free / ideal:.2f}x", f"{share:.2f}",
-                         PAPER.get(budget, "")]
-                    )  # fmt: skip
-                    lead = [""] * len(lead)
-            yield Table(
-                f"oracles-T{temperature:g}-{'end' if view.stop else 'fixed'}",
-                f"SPOT against oracles at temperature {temperature:g}, {view.words}: fewer passes than draft-free by. "
-                "next, next 8: share of roots whose next commit's token is the stale argmax, and all of the next 8; "
-                "p: mean probability of committed tokens; ideal: every draft right; share: passes of joint t=2 over "
-                "SPOT's, beside the paper's on SDAR-8B",
-                ["kind", "n", "right", "next", "next 8", "p", "", SPOT, *ORACLE_COLUMNS, "ideal", "share", "paper"],
-                rows,
-            )
+    for temperature, view, suffix in _longest(results):
+        rows = []
+        for kind in results.kinds:
+            sums = results.sums(view, kind, temperature)
+            n = len(list(results.lines(kind, temperature)))
+            accuracy = results.accuracy(kind, temperature, view.length)
+            lead = [
+                kind, str(n), "-" if accuracy is None else f"{accuracy:.2f}",
+                f"{results.token_coverage(kind, temperature):.3f}",
+                f"{results.coverage(kind, temperature, 8, 1):.3f}",
+                f"{results.committed(kind, temperature):.3f}",
+            ]  # fmt: skip
+            for budget in results.budgets:
+                by_name = {m.name: s for (m, b), s in sums.items() if b == budget and _plain(m, results)}
+                if SPOT not in by_name or "joint t=2" not in by_name:
+                    continue
+                spot = by_name[SPOT]
+                share = by_name["joint t=2"].mean / spot.mean
+                oracles = [f"{by_name[o].ratio:.2f}x" if o in by_name else "" for o in ORACLE_COLUMNS]
+                ideal = np.mean([_ideal(line, view, budget) for line in results.lines(kind, temperature)])
+                free = results.draft_free(view, kind, temperature)
+                rows.append(
+                    [*lead, f"D{budget}", f"{spot.ratio:.2f}x", *oracles, f"{free / ideal:.2f}x", f"{share:.2f}",
+                     PAPER.get(budget, "")]
+                )  # fmt: skip
+                lead = [""] * len(lead)
+        yield Table(
+            f"oracles-{suffix}",
+            f"SPOT against oracles at temperature {temperature:g}, {view.words}: fewer passes than draft-free by. "
+            "next, next 8: share of roots whose next commit's token is the stale argmax, and all of the next 8; "
+            "p: mean probability of committed tokens; ideal: every draft right; share: passes of joint t=2 over "
+            "SPOT's, beside the paper's on SDAR-8B",
+            ["kind", "n", "right", "next", "next 8", "p", "", SPOT, *ORACLE_COLUMNS, "ideal", "share", "paper"],
+            rows,
+        )
 
 
 ORACLE_COLUMNS = ("position", "joint t=1", "joint t=2", "joint t=32")
