@@ -12,7 +12,7 @@ from spot_deploy.engines.contracts import Array, OrderSession
 from spot_deploy.runtime.features import Stale, order_inputs
 from spot_deploy.runtime.head import Head
 from spot_deploy.runtime.noise import Noise
-from spot_deploy.runtime.sampler import perturbed, winners
+from spot_deploy.runtime.sampler import perturbed, winner_odds, winners
 from spot_deploy.runtime.state import Commit, State
 from spot_deploy.runtime.tree import Candidates, Node, grow, grow_chain
 
@@ -77,7 +77,8 @@ class SpotDrafter:
         by_depth: dict[int, Candidates] = {}
 
         def order(paths: Sequence[tuple[Commit, ...]]) -> Array:
-            inputs = order_inputs(stale, [(view.root_commit, *path) for path in paths])
+            odds = [candidates(len(path)).log_odds for path in paths]
+            inputs = order_inputs(stale, [(view.root_commit, *path) for path in paths], odds)
             log_q = self.order_model.run(inputs.features, inputs.state_id, inputs.depth, inputs.masked) / self.tau
             q = np.exp(log_q - log_q.max(axis=1, keepdims=True), dtype=np.float64)
             return np.asarray(q / q.sum(axis=1, keepdims=True))
@@ -99,6 +100,7 @@ class SpotDrafter:
         rows = np.arange(len(scores))
         first = winners(scores, head.ids)
         best = scores[rows, first]
+        odds = winner_odds(head, first, best, tail)
         scores[rows, first] = -np.inf
         second = winners(scores, head.ids)
         runner_up = scores[rows, second]
@@ -127,7 +129,7 @@ class SpotDrafter:
 
                 tokens[m, 0] = head.tail_token(int(m), gumbel)
                 weights[m, 0] = 1.0
-        return Candidates(head.positions, tokens, weights)
+        return Candidates(head.positions, tokens, weights, odds)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,18 @@ def winners(scores: Array, ids: Array) -> Array:
     return np.asarray(np.where(scores == best, ids, np.iinfo(np.int64).max).argmin(axis=1))
 
 
+def candidate_odds(head: Head, state: State, noise: Noise | None, commits: int) -> Array:
+    """Log-odds of the token that wins at every position with the noise of a commit (see `winner_odds`) [M]."""
+    scores, tail = perturbed(head, state, noise, commits)
+    column = winners(scores, head.ids)
+    return winner_odds(head, column, scores[np.arange(len(column)), column], tail)
+
+
+def winner_odds(head: Head, column: Array, best: Array, tail: Array) -> Array:
+    """Log-odds of the columns that won with scores `best`; where the tail did, the most that its ids can have [M]."""
+    return np.where(~(best >= tail) | np.isneginf(best), head.tail_bound(), head.log_odds(column))
+
+
 def next_state(state: State, head: Head, noise: Noise | None) -> tuple[State, Commit]:
     """The target's own next state: draw a token at every masked position, commit the most confident one.
 

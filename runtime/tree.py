@@ -34,11 +34,13 @@ class Candidates:
         positions: [M].
         tokens: [M, 2], the second one only where its weight is above zero.
         weights: [M, 2], probability of each given that its position commits next.
+        log_odds: of the first token, by which the target orders positions [M].
     """
 
     positions: Array
     tokens: Array
     weights: Array
+    log_odds: Array
 
 
 @dataclass

@@ -38,9 +38,7 @@ from spot_deploy.training.muon import Muon
 from spot_deploy.training.schedule import set_learning_rate
 
 LEAST_RATE = 0.15  # bounds the weights 1 / t and with them the noise of the gradient
-# With --left-to-right:
 NEAR = 4.0  # positions over which the weight falls to 1 / e where a block is masked from some position on
-DOUBT, DOUBT_GROWTH, MOST_DOUBT = 0.002, 1.4, 0.1  # label smoothing next to known text, by position, and at most
 END_OF_TEXT, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>"
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -108,7 +106,6 @@ class Batch:
     noisy: torch.Tensor  # [B, M]: the last M positions, some masked
     target: torch.Tensor  # [masked]
     weight: torch.Tensor  # [masked]
-    smoothing: torch.Tensor  # [masked], probability that the label leaves to all tokens alike
     rows: torch.Tensor  # [masked], flat indices into [B, M]
 
 
@@ -118,8 +115,8 @@ def make_batch(
     """A batch of about `tokens` clean tokens from one bucket; the noisy stream starts at the first answer block.
 
     Args:
-        left_to_right: share of the blocks that are masked from some position on; if it is not 0, labels are smoothed
-            the more, the more masked positions lie between them and the known text before them.
+        left_to_right: share of the blocks that are masked from some position on. There the next tokens weigh most,
+            as in targets adapted from autoregressive ones; the weights of a block add up to its width.
     """
     sizes = np.array([len(g) * len(corpus.ids[g[0]]) for g in corpus.buckets], float)
     group = corpus.buckets[rng.choice(len(sizes), p=sizes / sizes.sum())]
@@ -143,12 +140,6 @@ def make_batch(
         total = near.reshape(len(picked), blocks, width).sum(-1).repeat(width, axis=1)
         weight = np.where(suffix, near * width / total, weight)
     masked &= position >= corpus.start[picked][:, None]
-    smoothing = np.zeros(masked.shape)
-    if left_to_right:
-        place = np.broadcast_to(position % width, masked.shape)
-        known = np.where(masked, -1, place).reshape(len(picked), blocks, width)
-        distance = place - np.maximum.accumulate(known, axis=2).reshape(masked.shape)
-        smoothing = np.minimum(DOUBT * DOUBT_GROWTH ** (distance - 1.0), MOST_DOUBT)
     target = noisy[masked]
     noisy[masked] = mask_id
     return Batch(
@@ -156,7 +147,6 @@ def make_batch(
         torch.from_numpy(noisy),
         torch.from_numpy(target),
         torch.from_numpy(weight[masked].astype(np.float32)),
-        torch.from_numpy(smoothing[masked].astype(np.float32)),
         torch.from_numpy(np.flatnonzero(masked)),
     )
 
@@ -186,9 +176,7 @@ def batch_loss(model: Decoder, batch: Batch, width: int, full_attention: bool) -
         mask = two_stream_mask(length, noisy, width)
     hidden, _ = model(ids, positions.expand(len(ids), -1), masked_attend(mask))
     hidden = hidden.view(len(ids), ids.shape[1], -1)[:, -noisy:].reshape(-1, hidden.shape[-1])
-    log_p = F.log_softmax(model.logits(hidden[batch.rows]), -1)
-    wanted = log_p.gather(1, batch.target[:, None])[:, 0]
-    losses = -(1 - batch.smoothing) * wanted - batch.smoothing * log_p.mean(-1)
+    losses = F.cross_entropy(model.logits(hidden[batch.rows]), batch.target, reduction="none")
     return (losses * batch.weight).sum() / (batch.noisy.numel())
 
 

@@ -16,6 +16,7 @@ from spot_deploy.runtime.decode import DecodeOptions
 from spot_deploy.runtime.drafters import Drafter, OracleDrafter, SpotDrafter
 from spot_deploy.runtime.features import Stale, order_inputs
 from spot_deploy.runtime.noise import Noise
+from spot_deploy.runtime.sampler import candidate_odds
 from spot_deploy.training.prompts import Prompt
 from spot_deploy.training.records import DEPTHS
 from spot_deploy.training.replay import Trajectory
@@ -105,7 +106,7 @@ def evaluate(
                 for budget, value in by_budget.items():
                     row.passes[name][budget] += value
         if order is not None:
-            _accuracy(runtime, trajectory, hits)
+            _accuracy(runtime, trajectory, noise, hits)
         progress(number + 1, "")
     return {
         "kinds": {kind: rows[kind].as_dict() for kind in [*sorted(set(rows) - {"all"}), "all"]},
@@ -121,7 +122,9 @@ def evaluate(
     }
 
 
-def _accuracy(runtime: Runtime, trajectory: Trajectory, hits: dict[int, list[tuple[bool, bool]]]) -> None:
+def _accuracy(
+    runtime: Runtime, trajectory: Trajectory, noise: Noise | None, hits: dict[int, list[tuple[bool, bool]]]
+) -> None:
     """Next-commit accuracy at every fourth anchor of a trajectory."""
     assert runtime.order_model is not None
     for steps in trajectory.blocks:
@@ -131,7 +134,9 @@ def _accuracy(runtime: Runtime, trajectory: Trajectory, hits: dict[int, list[tup
             if not depths:
                 continue
             stale = Stale.of(steps[anchor].head, runtime.decoding.block_width)
-            inputs = order_inputs(stale, [commits[anchor : anchor + d] for d in depths])
+            head, state = steps[anchor].head, steps[anchor].state
+            odds = [candidate_odds(head, state, noise, anchor + d) for d in depths]
+            inputs = order_inputs(stale, [commits[anchor : anchor + d] for d in depths], odds)
             log_q = runtime.order_model.run(inputs.features, inputs.state_id, inputs.depth, inputs.masked)
             confidence = np.where(inputs.masked, inputs.features[:, :, 35], -np.inf).argmax(1)
             for d, best, guess in zip(depths, log_q.argmax(1), confidence, strict=True):

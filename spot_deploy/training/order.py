@@ -81,7 +81,8 @@ def build(records: Records, examples: Sequence[Example]) -> tuple[OrderInputs, A
     for example in examples:
         stale = records.stale(example.block, example.step)
         prefix = records.commits(range(example.step, example.step + example.depth))
-        inputs.append(order_inputs(stale, [prefix]))
+        commits = example.step + example.depth - records.steps(example.block).start
+        inputs.append(order_inputs(stale, [prefix], [records.candidate_odds(example.block, stale, commits)]))
         labels.append(int(records.index["position"][example.step + example.depth]))
     joined = OrderInputs(
         *(np.concatenate([getattr(i, name) for i in inputs]) for name in ("features", "state_id", "depth", "masked"))

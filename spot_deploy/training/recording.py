@@ -64,12 +64,12 @@ def record(
         if not path.exists():
             recorder = Recorder(runtime.decoding.block_width)
             for number, prompt in enumerate(prompts[first : first + SHARD], first):
-                recorder.temperature = temperatures[number % len(temperatures)]
+                recorder.temperature, recorder.seed = temperatures[number % len(temperatures)], seed + number
                 result = runtime.generate(
                     [{"role": "user", "content": prompt.text}] if chat else prompt.text,
                     budget=0,
                     temperature=recorder.temperature,
-                    seed=seed + number,
+                    seed=recorder.seed,
                     max_new_tokens=max_new_tokens,
                     observe=recorder,
                 )

@@ -8,7 +8,8 @@ followed. A shard that is there is not recorded again, so recording goes on wher
 | --- | --- | --- |
 | block_step | int64 [B + 1] | first pass of each block |
 | given | bool [B, L] | positions that hold the prompt |
-| temperature | float32 [B] | |
+| block | int64 [B] | index of the block from the start of the sequence |
+| temperature, seed | float32, int64 [B] | |
 | step_row | int64 [S + 1] | first row of each pass; rows are its masked positions, rising |
 | position, token | int32 [S] | the commit |
 | log_p, ids | float16, int32 [N, 32] | |
@@ -31,12 +32,14 @@ from spot_deploy.engines.errors import SpotDeployError
 from spot_deploy.engines.files import read_json
 from spot_deploy.runtime.features import TOP, Stale
 from spot_deploy.runtime.head import Head
+from spot_deploy.runtime.noise import Noise
+from spot_deploy.runtime.sampler import candidate_odds
 from spot_deploy.runtime.state import Commit, State
 
 FORMAT = "spot-deploy-records"
 META = "records.json"
 ROWS = ("log_p", "ids", "rest", "log_odds")
-INDEX = ("block_step", "given", "temperature", "step_row", "position", "token")
+INDEX = ("block_step", "given", "block", "temperature", "seed", "step_row", "position", "token")
 OPEN_SHARDS = 256  # kept open at a time
 DEPTHS = (1, 2, 4, 8, 16)  # at which accuracy is reported; depth 1 follows the root
 
@@ -47,18 +50,20 @@ class Recorder:
     def __init__(self, width: int):
         self._width = width
         self._columns: dict[str, list[Any]] = {
-            name: [] for name in ("given", "temperature", "position", "token", "log_p", "ids", "rest", "log_odds")
+            name: [] for name in ("given", "block", "temperature", "seed", "position", "token", *ROWS)
         }
         self._block_step: list[int] = []
         self._rows = [0]
-        self.temperature = 0.0
+        self.temperature, self.seed = 0.0, 0
 
     def __call__(self, state: State, head: Head, commit: Commit) -> None:
         columns = self._columns
         if state.commits == 0:
             self._block_step.append(len(columns["position"]))
             columns["given"].append(state.tokens != state.mask_id)
+            columns["block"].append(state.block)
             columns["temperature"].append(self.temperature)
+            columns["seed"].append(self.seed)
         stale = Stale.of(head, self._width)
         count, known = stale.log_p.shape
         log_p = np.full((count, TOP), -60.0, np.float16)
@@ -80,7 +85,9 @@ class Recorder:
         return rows | {
             "block_step": np.array([*self._block_step, len(columns["position"])], np.int64),
             "given": np.stack(columns["given"]),
+            "block": np.array(columns["block"], np.int64),
             "temperature": np.array(columns["temperature"], np.float32),
+            "seed": np.array(columns["seed"], np.int64),
             "step_row": np.array(self._rows, np.int64),
             "position": np.array(columns["position"], np.int32),
             "token": np.array(columns["token"], np.int32),
@@ -139,6 +146,28 @@ class Records:
             rest.astype(np.float64),
             log_odds.astype(np.float64),
         )
+
+    def candidate_odds(self, block: int, stale: Stale, commits: int) -> Array:
+        """Log-odds of the candidates for a later commit of a block, coupled to the noise that it was recorded with [M].
+
+        Args:
+            stale: the stale distributions, from `stale`.
+            commits: number of the commit within the block.
+        """
+        if not self.index["temperature"][block]:
+            return stale.log_odds
+        missing = np.full((len(stale.positions), 1), -np.inf)  # the head's last logit, which bounds the rest
+        head = Head(
+            stale.positions,
+            np.concatenate((stale.log_p, missing), axis=1),
+            np.concatenate((stale.ids, np.full_like(stale.ids[:, :1], -1)), axis=1).astype(np.int64),
+            np.log(np.maximum(stale.rest, 1e-30)),
+            None,
+            1.0,
+            lambda m: stale.log_p[m],
+        )
+        state = State(int(self.index["block"][block]), np.zeros(self.width, np.int64), -1)
+        return candidate_odds(head, state, Noise(int(self.index["seed"][block])), commits)
 
 
 @lru_cache(maxsize=OPEN_SHARDS)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from spot_deploy.engines.files import write_json
+from spot_deploy.runtime.drafters import Round, SpotDrafter
 from spot_deploy.runtime.features import BEFORE, HYPOTHETICAL, MASKED, ROOT, Stale, order_inputs
 from spot_deploy.runtime.head import Head, summarise
+from spot_deploy.runtime.noise import Noise
+from spot_deploy.runtime.sampler import candidate_odds
 from spot_deploy.runtime.state import Commit, State
 from spot_deploy.training.records import FORMAT, Recorder, load_records
 
@@ -67,9 +71,12 @@ def test_columns():
     assert inputs.depth.tolist() == [2, 1]
 
 
-def test_a_record_gives_the_same_features_as_the_target(tmp_path):
-    """Up to the half precision of the recorded log-probabilities."""
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_record_gives_the_same_features_as_the_target(tmp_path, temperature):
+    """Up to the half precision of the recorded log-probabilities; coupled to the noise that it was recorded with."""
     recorder = Recorder(WIDTH)
+    recorder.temperature, recorder.seed = temperature, 17
+    noise = Noise(17) if temperature else None
     tokens = np.zeros(WIDTH, np.int64)
     tokens[POSITIONS] = 99
     heads = []
@@ -78,7 +85,7 @@ def test_a_record_gives_the_same_features_as_the_target(tmp_path):
         head = head_of(logits_of(seed))
         keep = np.isin(POSITIONS, state.masked)
         head = Head(state.masked, head.logits[keep], head.ids[keep], head.rest_lse[keep], None, 1.0, head.row)
-        heads.append(head)
+        heads.append((state, head))
         commit = Commit(int(state.masked[0]), int(head.ids[0, 0]))
         recorder(state, head, commit)
         state = state.after(commit)
@@ -86,12 +93,58 @@ def test_a_record_gives_the_same_features_as_the_target(tmp_path):
     write_json(tmp_path / "records.json", {"format": FORMAT, "block_width": WIDTH})
     (records,) = load_records([tmp_path])
     assert records.blocks == 1
-    for step, head in enumerate(heads):
+    moved = 0
+    for step, (state, head) in enumerate(heads):
         prefix = records.commits([step])
-        seen = order_inputs(records.stale(0, step), [prefix])
-        wanted = order_inputs(Stale.of(head, WIDTH), [prefix])
-        np.testing.assert_allclose(seen.features, wanted.features, atol=2e-3)
-        np.testing.assert_array_equal(seen.state_id, wanted.state_id)
+        stale = records.stale(0, step)
+        for commits in range(step, step + 4):
+            odds = candidate_odds(head, state, noise, commits)
+            moved += int((np.abs(odds - stale.log_odds) > 0.1).sum())
+            seen = order_inputs(stale, [prefix], [records.candidate_odds(0, stale, commits)])
+            wanted = order_inputs(Stale.of(head, WIDTH), [prefix], [odds])
+            np.testing.assert_allclose(seen.features, wanted.features, atol=4e-3)
+            np.testing.assert_array_equal(seen.state_id, wanted.state_id)
+    assert (moved > 3) == bool(temperature)  # at temperature 1 other tokens than the largest win here and there
+
+
+def test_the_order_is_compared_by_the_candidates_where_they_are_given():
+    """Of two prefixes with candidates of their own."""
+    stale = Stale.of(head_of(logits_of(4)), WIDTH)
+    own = [np.array([3.0, -1.0, 2.0, 5.0]), np.array([-2.0, 4.0, 1.0, 0.0])]
+    inputs = order_inputs(stale, [[Commit(1, 0)], [Commit(6, 0)]], own)
+    for features, odds, gone in zip(inputs.features, own, (1, 6), strict=True):
+        np.testing.assert_allclose(features[POSITIONS, 35], odds / 10, rtol=1e-6)
+        left = gone != POSITIONS
+        np.testing.assert_allclose(features[POSITIONS[left], 33], np.exp(odds[left] - odds[left].max()), rtol=1e-6)
+    np.testing.assert_array_equal(inputs.features[0, :, :33], inputs.features[1, :, :33])
+
+
+class Watched:
+    """An order model that keeps what it was given."""
+
+    def __init__(self):
+        self.seen = []
+
+    def run(self, features, state_id, depth, masked):
+        self.seen += list(zip(features, depth, strict=True))
+        return np.where(masked, 0.0, -1e9).astype(np.float32)
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_the_drafter_shows_the_order_model_its_own_candidates(coupled):
+    """What it would commit at each depth, with the noise of that commit."""
+    tokens = np.zeros(WIDTH, np.int64)
+    tokens[POSITIONS] = 99
+    state, head = State(5, tokens, 99), head_of(logits_of(0))
+    commit = Commit(1, int(head.ids[0, 0]))
+    noise = Noise(23) if coupled else None
+    watched = Watched()
+    view = Round(state, head, commit, state.after(commit), 6, noise)
+    assert SpotDrafter(watched).draft(view)
+    assert {int(depth) for _, depth in watched.seen} == {1, 2}
+    for features, depth in watched.seen:
+        odds = candidate_odds(head, state, noise, int(depth))
+        np.testing.assert_allclose(features[POSITIONS, 35], np.clip(odds, -40, 40) / 10, rtol=1e-5)
 
 
 def test_a_target_that_is_entirely_sure_gives_numbers():

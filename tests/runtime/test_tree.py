@@ -32,7 +32,7 @@ def random_problem(seed, masked, sharp):
         first = rng.uniform(0.5, 1, masked)
         weights = np.stack((first, np.where(rng.random(masked) < 0.5, 1 - first, 0)), 1)
         tokens = np.stack((rng.integers(0, 50, masked), rng.integers(50, 99, masked)), 1)
-        return Candidates(positions, tokens, weights)
+        return Candidates(positions, tokens, weights, np.zeros(len(positions)))
 
     return order, candidates
 

@@ -1,0 +1,187 @@
+"""Put the tables of README.md and demo/README.md in place again, from demo/results and the order models' cards.
+
+A line `<!-- NAME -->` in a document stands before the table of that name (see TABLES). `--check` changes nothing, and
+fails where a table is not what the results say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from spot_deploy.bench.results import ALL, Results
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ("README.md", "demo/README.md")
+BUDGETS = (3, 8, 20)
+TARGETS = {"main": "demo", "b16": "demo/b16", "full": "demo/full"}
+MARKER = re.compile(r"<!-- ([a-z0-9-]+) -->")
+
+
+def read(name: str) -> Any:
+    return json.loads((ROOT / "demo" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of Markdown."""
+    return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
+
+
+def less(row: dict[str, Any], drafter: str, budget: int) -> str:
+    """Passes, and how many times fewer than draft-free."""
+    passes = row["passes"][drafter][str(budget)]
+    return f"{passes:.1f} ({row['draft_free'] / passes:.2f}x)"
+
+
+def right(row: dict[str, Any]) -> str:
+    return "-" if row["exact_match"] is None else f"{row['exact_match']:.2f}"
+
+
+def share(row: dict[str, Any]) -> str:
+    """Passes of the joint oracle over SPOT's, at D8 and D20."""
+    joint, spot = row["passes"]["joint t=2"], row["passes"]["SPOT"]
+    return ", ".join(f"{joint[b] / spot[b]:.2f}" for b in ("8", "20"))
+
+
+def passes(name: str) -> list[str]:
+    """Kinds that are mastered first."""
+    kinds = read(f"results/{name}")["kinds"]
+
+    def mastered(kind: str) -> tuple[bool, float, float]:
+        row = kinds[kind]
+        exact = -1.0 if row["exact_match"] is None else round(row["exact_match"], 2)
+        return kind == "all", -exact, -row["stale_coverage"]
+
+    rows = []
+    for kind in sorted(kinds, key=mastered):
+        row = kinds[kind]
+        lead = [kind, str(row["prompts"]), right(row), f"{row['stale_coverage']:.3f}"]
+        lead += [f"{row['committed_probability']:.3f}", f"{row['draft_free']:.1f}"]
+        rows.append([*lead, *(less(row, "SPOT", b) for b in BUDGETS), less(row, "joint t=2", 8), share(row)])
+    columns = [
+        "kind",
+        "n",
+        "right",
+        "coverage",
+        "p",
+        "D0",
+        *(f"SPOT D{b}" for b in BUDGETS),
+        "joint t = 2, D8",
+        "share",
+    ]
+    return table(columns, rows)
+
+
+def order_accuracy() -> list[str]:
+    """Next-commit accuracy of the order models on held-out blocks, against stale confidence."""
+    cards = {
+        name: read(f"{folder.removeprefix('demo').lstrip('/') or '.'}/order-model/order_model")
+        for name, folder in TARGETS.items()
+    }
+    rows = []
+    for depth in ("1", "2", "4", "8", "16"):
+        row = [depth + (" (right after the root)" if depth == "1" else "")]
+        for card in cards.values():
+            found = card["accuracy_by_depth"].get(depth)
+            row += [f"{found['model']:.3f}", f"{found['stale_confidence']:.3f}"] if found else ["", ""]
+        rows.append(row)
+    columns = ["commits after the pass", *(f"{n}{what}" for n in cards for what in ("", ", stale confidence"))]
+    return table(columns, rows)
+
+
+def transfer() -> list[str]:
+    """Every order model on every target: passes at D8, all kinds of the file."""
+    rows = []
+    for name in TARGETS:
+        for kind, row in read(f"results/transfer-{name}")["kinds"].items():
+            cells = [
+                less(row, "SPOT" if other == name else f"SPOT {folder}/order-model", 8)
+                for other, folder in TARGETS.items()
+            ]
+            lead = [
+                name,
+                kind,
+                str(row["prompts"]),
+                right(row),
+                f"{row['stale_coverage']:.3f}",
+                f"{row['draft_free']:.1f}",
+            ]
+            rows.append([*lead, *cells, less(row, "joint t=2", 8), share(row)])
+    models = [f"order model of {name}" for name in TARGETS]
+    return table(["target", "kind", "n", "right", "coverage", "D0", *models, "joint t = 2", "share"], rows)
+
+
+def losses() -> list[str]:
+    """Losses of the order model, trained alike."""
+    rows, row = [], read("results/losses")["kinds"]["all"]
+    for name in ("cross-entropy", "chain", "first-error"):
+        depths = read(f"results/losses-{name}")["accuracy_by_depth"]
+        found = [f"{depths[d]['model']:.3f}, {depths[d]['cross_entropy']:.3f}" for d in ("1", "4", "8")]
+        rows.append([name, *found, *(less(row, f"SPOT .cache/losses/{name}", b) for b in BUDGETS)])
+    return table(["loss", "depth 1", "depth 4", "depth 8", *(f"SPOT D{b}" for b in BUDGETS)], rows)
+
+
+def bench() -> list[str]:
+    """Every method of the results of `bench`, over all their kinds: how many times fewer passes than draft-free."""
+    results = Results(ROOT / "demo" / "results" / "bench.jsonl")
+    cells = [(t, results.sums(results.main, ALL, t), b) for t in results.temperatures for b in results.budgets]
+    rows = []
+    for method in results.methods():
+        found = [f"{sums[method, b].ratio:.2f}x" if (method, b) in sums else "" for _, sums, b in cells]
+        if any(found):  # not so if texts of its own were decoded
+            rows.append([method.words, *found])
+    return table(["", *(f"T {t:g}, D{b}" for t, _, b in cells)], rows)
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "passes": lambda: passes("passes"),
+    "passes-fixed": lambda: passes("passes-fixed"),
+    "order-accuracy": order_accuracy,
+    "transfer": transfer,
+    "losses": losses,
+    "bench": bench,
+}
+
+
+def renewed(text: str) -> str:
+    """A document with every marked table as the results have it.
+
+    Raises:
+        KeyError: a marker names no table.
+    """
+    lines, out = text.split("\n"), []
+    at = 0
+    while at < len(lines):
+        out.append(lines[at])
+        at += 1
+        if marker := MARKER.fullmatch(lines[at - 1]):
+            while at < len(lines) and lines[at].startswith("|"):
+                at += 1
+            out += TABLES[marker[1]]()
+    return "\n".join(out)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a table is out of date")
+    check = parser.parse_args().check
+    stale = []
+    for name in DOCUMENTS:
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8")
+        if (new := renewed(text)) != text:
+            stale.append(name)
+            if not check:
+                path.write_text(new, encoding="utf-8")
+    if stale:
+        print(("out of date: " if check else "renewed: ") + ", ".join(stale))
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
