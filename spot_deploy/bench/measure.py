@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from spot_deploy import __version__
-from spot_deploy.bench.config import EXACT, METHODS, ORACLES, SETS, SPOT, BenchConfig, Variant
+from spot_deploy.bench.config import EXACT, METHODS, ORACLES, SETS, SPOT, BenchConfig
 from spot_deploy.bench.grading import grade
 from spot_deploy.engines import backends
-from spot_deploy.engines.contracts import OrderSession
+from spot_deploy.engines.contracts import Array, OrderSession
 from spot_deploy.engines.errors import SpotDeployError, usage_error
 from spot_deploy.runtime.api import Runtime
 from spot_deploy.runtime.decode import DecodeOptions
@@ -80,6 +80,24 @@ def load_prompts(config: BenchConfig) -> list[tuple[int, Prompt]]:
     return chosen
 
 
+class Remembering:
+    """An order model that is run once for every hypothetical prefix: methods and budgets share most of them."""
+
+    def __init__(self, session: OrderSession):
+        self._session = session
+        self._known: dict[bytes, Array] = {}
+
+    def run(self, features: Array, state_id: Array, depth: Array, masked: Array) -> Array:
+        """As OrderSession has it."""
+        rows = zip(features, state_id, depth, strict=True)
+        keys = [hashlib.blake2b(b"".join(map(np.ndarray.tobytes, map(np.asarray, row)))).digest() for row in rows]
+        new = list({key: n for n, key in enumerate(keys) if key not in self._known}.values())
+        if new:
+            found = self._session.run(features[new], state_id[new], depth[new], masked[new])
+            self._known |= {keys[n]: log_q for n, log_q in zip(new, found, strict=True)}
+        return np.stack([self._known[key] for key in keys])
+
+
 class Bench:
     """A grid of measurements on an open runtime.
 
@@ -89,6 +107,7 @@ class Bench:
 
     def __init__(self, config: BenchConfig, runtime: Runtime, others: Mapping[str, OrderSession] | None = None):
         self.config, self.runtime, self._others = config, runtime, others or {}
+        self._remembered: dict[str, Remembering] = {}  # of the present prompt, by variant
         self.prompts = load_prompts(config)
         if not runtime.decoding.exact_cache and len(config.lengths) > 1:
             raise usage_error(
@@ -197,6 +216,7 @@ class Bench:
         """The line of one prompt."""
         options = self.options(cell)
         trajectory = Trajectory()
+        self._remembered.clear()
         decoded = self.runtime.generate(self.given(prompt), options, budget=0, observe=trajectory)
         noise = Noise(cell.seed, cell.prompt) if cell.temperature else None
         ids = decoded.token_ids
@@ -279,8 +299,7 @@ class Bench:
             assert trajectory is not None
             if oracle[1] == "joint":
                 return OracleDrafter(trajectory.lookup, int(oracle[2]))
-            spot = self.runtime.spot_drafter(options)
-            return TokenOracle(**vars(spot), final=trajectory.final, top=int(oracle[2]))
+            return TokenOracle(**vars(self._spot(options, trajectory)), final=trajectory.final, top=int(oracle[2]))
         if method == "position":
             assert trajectory is not None
             return OracleDrafter(trajectory.lookup)
@@ -291,15 +310,20 @@ class Bench:
         }
         if method in rivals:
             return rivals[method]()
-        spot = self.runtime.spot_drafter(options)
         if method in METHODS:
-            return replace(spot, chain=method == "SPOT chain")
-        return self._variant(spot, next(v for v in self.config.variants if v.name == method))
-
-    def _variant(self, spot: SpotDrafter, variant: Variant) -> SpotDrafter:
+            return replace(self._spot(options, trajectory), chain=method == "SPOT chain")
+        variant = next(v for v in self.config.variants if v.name == method)
         changes = {n: getattr(variant, n) for n in ("tau", "hedge_gate", "hedge_weights")}
-        spot = replace(spot, chain=variant.chain, **{n: v for n, v in changes.items() if v is not None})
-        return replace(spot, order_model=self._others[variant.name]) if variant.name in self._others else spot
+        spot = self._spot(options, trajectory, variant.name if variant.name in self._others else "")
+        return replace(spot, chain=variant.chain, **{n: v for n, v in changes.items() if v is not None})
+
+    def _spot(self, options: DecodeOptions, trajectory: Trajectory | None, other: str = "") -> SpotDrafter:
+        """SPOT with the bundle's order model or a variant's; one that remembers, but where it is timed."""
+        spot = self.runtime.spot_drafter(options)
+        order_model = self._others[other] if other else spot.order_model
+        if trajectory is not None:
+            order_model = self._remembered.setdefault(other, Remembering(order_model))
+        return replace(spot, order_model=order_model)
 
     @cached_property
     def graphs(self) -> dict[float, DraftGraph]:
