@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from spot_deploy.bench.measure import BINS
 from spot_deploy.bench.results import ALL, Results
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -138,6 +139,20 @@ def bench() -> list[str]:
     return table(["", *(f"T {t:g}, D{b}" for t, _, b in cells)], rows)
 
 
+def reliability() -> list[str]:
+    """Mass of drafted states against how many were accepted."""
+    sums = [[0.0, 0, 0] for _ in BINS[1:]]
+    for line in Results(ROOT / "demo" / "results" / "bench.jsonl").prompts:
+        for total, found in zip(sums, line["reliability"], strict=True):
+            total[:] = [a + b for a, b in zip(total, found, strict=True)]
+    rows = [
+        [f"{low:g} to {high:g}", str(n), f"{mass / n:.3f}", f"{accepted / n:.3f}"]
+        for low, high, (mass, accepted, n) in zip(BINS, BINS[1:], sums, strict=False)
+        if n
+    ]
+    return table(["mass", "states", "mean mass", "accepted"], rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "passes": lambda: passes("passes"),
     "passes-fixed": lambda: passes("passes-fixed"),
@@ -145,6 +160,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "transfer": transfer,
     "losses": losses,
     "bench": bench,
+    "reliability": reliability,
 }
 
 
