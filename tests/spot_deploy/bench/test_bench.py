@@ -6,12 +6,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from spot_deploy import Runtime, SpotDeployError
 from spot_deploy.bench.config import BenchConfig, Graph, Timing, Variant, read_config, show_config
 from spot_deploy.bench.grading import grade
-from spot_deploy.bench.measure import Bench, Cell, load_prompts, read_results
+from spot_deploy.bench.measure import Bench, Cell, Remembering, load_prompts, read_results
 from spot_deploy.bench.page import write_report
 from spot_deploy.bench.results import Results, View, tables
 from spot_deploy.cli.main import main
@@ -278,3 +279,25 @@ def test_from_the_command_line(tiny_bundle, prompts, tmp_path, capsys):
     assert run_cli("bench", tmp_path / "bench.toml") == USAGE
     assert run_cli("bench", "paper", "--show") == 0
     assert "temperatures = [0.0, 0.5" in capsys.readouterr().out
+
+
+def test_the_order_model_runs_once_for_every_prefix():
+    class Counting:
+        rows = 0
+
+        def run(self, features, state_id, depth, masked):
+            self.rows += len(features)
+            return features.sum(2) + depth[:, None]
+
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(5, 4, 40)).astype(np.float32)
+    state_id, depth = np.ones((5, 4), np.int64), np.array([1, 1, 2, 2, 3])
+    features[1] = features[0]  # the same prefix twice; the same features at another depth are another
+    features[2] = features[0]
+    session = Counting()
+    remembering = Remembering(session)
+    wanted = Counting().run(features, state_id, depth, state_id == 1)
+    for rows, computed in (([0, 1, 2], 2), ([2, 3, 0], 3), ([0, 1, 2, 3, 4], 4)):
+        found = remembering.run(features[rows], state_id[rows], depth[rows], state_id[rows] == 1)
+        np.testing.assert_array_equal(found, wanted[rows])
+        assert session.rows == computed
