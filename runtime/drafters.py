@@ -16,10 +16,6 @@ from spot_deploy.runtime.sampler import perturbed, winner_odds, winners
 from spot_deploy.runtime.state import Commit, State
 from spot_deploy.runtime.tree import Candidates, Node, grow, grow_chain
 
-# Where the gate is open, the first token comes true in about w^1.5 of the cases where it normalises to w, the second in
-# .35 of its share, and else neither: counted on the demo target at temperatures 0, 1 and 1.5.
-FIRST_POWER, SECOND_SHARE = 1.5, 0.35
-
 
 @dataclass(frozen=True)
 class Round:
@@ -56,8 +52,8 @@ class SpotDrafter:
         gamma: mass floor.
         tau: temperature of the order model's scores.
         hedge_gate: a second token is drafted where the stale top probability is below it.
-        hedge_weights: how mass is shared between first and second token: `normalised` (to sum 1), `measured` (how
-            often each came true, see FIRST_POWER), `raw` (their probabilities) or `none` (1 each).
+        hedge_weights: how mass is shared between first and second token: `normalised` (to sum 1), `raw`
+            (their probabilities) or `none` (1 each).
         draft_tail: at T > 0, when an id outside the head wins a drafted position, look it up in the stale full row.
         chain: draft the likeliest chain in place of a tree.
     """
@@ -111,10 +107,8 @@ class SpotDrafter:
         tokens = np.stack((head.ids[rows, first], head.ids[rows, second]), axis=1)
         # exp(-gap) of the two scores: p2 / p1 at T = 0; with noise, the odds that a small change swaps them.
         ratio = np.exp(np.where(np.isneginf(runner_up), -np.inf, runner_up - np.where(np.isneginf(best), 0, best)))
-        if self.hedge_weights in ("normalised", "measured"):
+        if self.hedge_weights == "normalised":
             weights = np.stack((1 / (1 + ratio), ratio / (1 + ratio)), axis=1)
-            if self.hedge_weights == "measured":
-                weights = np.stack((weights[:, 0] ** FIRST_POWER, weights[:, 1] * SECOND_SHARE), axis=1)
         elif self.hedge_weights == "raw":
             p = np.exp(head.scaled - head.total[:, None])
             weights = np.stack((p[rows, first], p[rows, second]), axis=1)

@@ -25,7 +25,7 @@ SCHEMA_VERSION = 3
 MANIFEST = "manifest.json"
 CONFIDENCES = ("tempered", "raw")
 ATTENTIONS = ("block-causal", "full")
-HEDGE_WEIGHTS = ("measured", "normalised", "raw", "none")
+HEDGE_WEIGHTS = ("normalised", "raw", "none")
 MAX_BUDGET = 256
 LIMIT = 2**24  # of any size; what is above is damage
 

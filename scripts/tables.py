@@ -20,7 +20,8 @@ from spot_deploy.bench.results import ALL, Results
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "demo/README.md")
 BUDGETS = (3, 8, 20)
-TARGETS = {"main": "demo", "b16": "demo/b16", "full": "demo/full"}
+FOLDERS = {"main": "demo", "b16": "demo/b16", "full": "demo/full"}
+TARGETS = {name: folder for name, folder in FOLDERS.items() if (ROOT / folder / "order-model").is_dir()}
 MARKER = re.compile(r"<!-- ([a-z0-9-]+) -->")
 
 

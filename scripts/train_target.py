@@ -38,7 +38,6 @@ from spot_deploy.training.muon import Muon
 from spot_deploy.training.schedule import set_learning_rate
 
 LEAST_RATE = 0.15  # bounds the weights 1 / t and with them the noise of the gradient
-NEAR = 4.0  # positions over which the weight falls to 1 / e where a block is masked from some position on
 END_OF_TEXT, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>"
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -105,19 +104,12 @@ class Batch:
     clean: torch.Tensor  # [B, N]
     noisy: torch.Tensor  # [B, M]: the last M positions, some masked
     target: torch.Tensor  # [masked]
-    weight: torch.Tensor  # [masked]
+    weight: torch.Tensor  # [masked], 1 / max(t, LEAST_RATE)
     rows: torch.Tensor  # [masked], flat indices into [B, M]
 
 
-def make_batch(
-    corpus: Corpus, rng: np.random.Generator, tokens: int, width: int, mask_id: int, left_to_right: float = 0.0
-) -> Batch:
-    """A batch of about `tokens` clean tokens from one bucket; the noisy stream starts at the first answer block.
-
-    Args:
-        left_to_right: share of the blocks that are masked from some position on. There the next tokens weigh most,
-            as in targets adapted from autoregressive ones; the weights of a block add up to its width.
-    """
+def make_batch(corpus: Corpus, rng: np.random.Generator, tokens: int, width: int, mask_id: int) -> Batch:
+    """A batch of about `tokens` clean tokens from one bucket; the noisy stream starts at the first answer block."""
     sizes = np.array([len(g) * len(corpus.ids[g[0]]) for g in corpus.buckets], float)
     group = corpus.buckets[rng.choice(len(sizes), p=sizes / sizes.sum())]
     length = len(corpus.ids[group[0]])
@@ -130,23 +122,14 @@ def make_batch(
     count = len(picked) * blocks
     rate = (rng.permutation(count) + rng.random(count)) / count * 0.97 + 0.03  # stratified
     rate = np.repeat(rate.reshape(len(picked), blocks), width, axis=1)
-    masked = rng.random(noisy.shape) < rate
-    weight = 1 / np.maximum(rate, LEAST_RATE)
-    if left_to_right:
-        suffix = np.repeat(rng.random((len(picked), blocks)) < left_to_right, width, axis=1)
-        ahead = position % width - np.repeat(rng.integers(0, width, (len(picked), blocks)), width, axis=1)
-        masked = np.where(suffix, ahead >= 0, masked)
-        near = np.exp(-np.maximum(ahead, 0) / NEAR) * (ahead >= 0)
-        total = near.reshape(len(picked), blocks, width).sum(-1).repeat(width, axis=1)
-        weight = np.where(suffix, near * width / total, weight)
-    masked &= position >= corpus.start[picked][:, None]
+    masked = (rng.random(noisy.shape) < rate) & (position >= corpus.start[picked][:, None])
     target = noisy[masked]
     noisy[masked] = mask_id
     return Batch(
         torch.from_numpy(clean),
         torch.from_numpy(noisy),
         torch.from_numpy(target),
-        torch.from_numpy(weight[masked].astype(np.float32)),
+        torch.from_numpy((1 / np.maximum(rate[masked], LEAST_RATE)).astype(np.float32)),
         torch.from_numpy(np.flatnonzero(masked)),
     )
 
@@ -262,7 +245,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--width", type=int, default=32, help="block width")
-    parser.add_argument("--left-to-right", type=float, default=0.0, help="share of blocks masked from a position on")
     parser.add_argument("--attention", choices=("block", "full"), default="block")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json to use in place of a newly trained one")
     parser.add_argument("--vocab", type=int, default=2048)
@@ -338,7 +320,7 @@ def train(worker: int, args: argparse.Namespace, corpus: Corpus, tokenizer_json:
     began, recent = time.monotonic(), []
     while step < args.steps:
         rng = np.random.default_rng([args.seed, step, worker])
-        batch = make_batch(corpus, rng, args.tokens, args.width, mask_id, args.left_to_right)
+        batch = make_batch(corpus, rng, args.tokens, args.width, mask_id)
         for optimizer in optimizers:
             share = set_learning_rate(optimizer, step, steps=args.steps, warmup=args.warmup)
         with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
