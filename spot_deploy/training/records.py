@@ -9,7 +9,7 @@ followed. A shard that is there is not recorded again, so recording goes on wher
 | block_step | int64 [B + 1] | first pass of each block |
 | given | bool [B, L] | positions that hold the prompt |
 | block | int64 [B] | index of the block from the start of the sequence |
-| temperature, seed | float32, int64 [B] | |
+| temperature, seed | float32, uint64 [B] | |
 | step_row | int64 [S + 1] | first row of each pass; rows are its masked positions, rising |
 | position, token | int32 [S] | the commit |
 | log_p, ids | float16, int32 [N, 32] | |
@@ -87,7 +87,7 @@ class Recorder:
             "given": np.stack(columns["given"]),
             "block": np.array(columns["block"], np.int64),
             "temperature": np.array(columns["temperature"], np.float32),
-            "seed": np.array(columns["seed"], np.int64),
+            "seed": np.array(columns["seed"], np.uint64),
             "step_row": np.array(self._rows, np.int64),
             "position": np.array(columns["position"], np.int32),
             "token": np.array(columns["token"], np.int32),
