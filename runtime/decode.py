@@ -290,7 +290,9 @@ def why_ended(drafts: Sequence[Node], last: int, commit: Commit, successor: Stat
     """
     if not len(successor.masked):
         return "edge"
-    tried = [node.path[-1].position for node in drafts if node.parent == last - 1]
+    here = frozenset(drafts[last - 1].path) if last else frozenset[Commit]()
+    beyond = [node.path for node in drafts if len(node.path) == len(here) + 1 and here.issubset(node.path)]
+    tried = [added.position for path in beyond for added in frozenset(path) - here]
     if not tried:
         return "budget"
     return "token" if commit.position in tried else "position"

@@ -55,6 +55,7 @@ class SpotDrafter:
         hedge_weights: how mass is shared between first and second token: `normalised` (to sum 1), `raw`
             (their probabilities) or `none` (1 each).
         draft_tail: at T > 0, when an id outside the head wins a drafted position, look it up in the stale full row.
+        merge: draft states that several orders lead to once (see tree.grow).
         chain: draft the likeliest chain in place of a tree.
     """
 
@@ -64,6 +65,7 @@ class SpotDrafter:
     hedge_gate: float = 0.6
     hedge_weights: str = "normalised"
     draft_tail: bool = False
+    merge: bool = True
     chain: bool = False
 
     @classmethod
@@ -90,8 +92,8 @@ class SpotDrafter:
                 by_depth[key] = self._candidates(view, depth, stale)
             return by_depth[key]
 
-        shape = grow_chain if self.chain else grow
-        return shape(view.budget, self.gamma, len(view.root.masked) - 1, order, candidates)
+        arguments = view.budget, self.gamma, len(view.root.masked) - 1, order, candidates
+        return grow_chain(*arguments) if self.chain else grow(*arguments, merge=self.merge)
 
     def _candidates(self, view: Round, depth: int, stale: Stale) -> Candidates:
         head, state = view.stale_head, view.stale_state

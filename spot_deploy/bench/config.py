@@ -29,6 +29,7 @@ class Variant:
     tau: float | None = None
     hedge_gate: float | None = None
     hedge_weights: str | None = None
+    merge: bool = True
     chain: bool = False
     order_model: Path | None = None
 

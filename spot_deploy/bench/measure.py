@@ -315,7 +315,9 @@ class Bench:
         variant = next(v for v in self.config.variants if v.name == method)
         changes = {n: getattr(variant, n) for n in ("tau", "hedge_gate", "hedge_weights")}
         spot = self._spot(options, trajectory, variant.name if variant.name in self._others else "")
-        return replace(spot, chain=variant.chain, **{n: v for n, v in changes.items() if v is not None})
+        return replace(
+            spot, merge=variant.merge, chain=variant.chain, **{n: v for n, v in changes.items() if v is not None}
+        )
 
     def _spot(self, options: DecodeOptions, trajectory: Trajectory | None, other: str = "") -> SpotDrafter:
         """SPOT with the bundle's order model or a variant's; one that remembers, but where it is timed."""
