@@ -12,7 +12,10 @@ from toy_target import ToyTarget, toy_runtime
 
 from spot_deploy import CommitEvent, DecodeOptions, Runtime, SpotDeployError, build_engine
 from spot_deploy.runtime.audit import audit
+from spot_deploy.runtime.decode import why_ended
 from spot_deploy.runtime.drafters import OracleDrafter
+from spot_deploy.runtime.state import Commit, State
+from spot_deploy.runtime.tree import Node
 from spot_deploy.training.replay import Trajectory
 
 TEMPERATURES = [0.0, 0.5, 1.0, 1.5, 2.5]
@@ -26,9 +29,6 @@ class Babble:
         self.rng, self.vocab = np.random.default_rng(seed), vocab
 
     def draft(self, view):
-        from spot_deploy.runtime.state import Commit
-        from spot_deploy.runtime.tree import Node
-
         nodes = []
         for _ in range(view.budget):
             parent = int(self.rng.integers(-1, len(nodes)))
@@ -52,6 +52,28 @@ def assert_identities(result, control, decoding):
     assert sum(result.accepted_per_round) == result.accepted
     assert sum(result.rejections.values()) == len(result.accepted_per_round)
     assert control.accepted == control.drafted == 0
+
+
+A, B, C = (Commit(position, 50 + position) for position in range(3))
+# {A, B} is drafted once, by way of A.
+MERGED = [Node(-1, (A,), 0.5), Node(-1, (B,), 0.4), Node(0, (A, B), 0.6)]
+
+
+@pytest.mark.parametrize(
+    ("last", "commit", "reason"),
+    [
+        (0, Commit(0, 9), "token"),
+        (0, C, "position"),
+        (1, Commit(1, 9), "token"),
+        (2, Commit(0, 9), "token"),  # what was drafted by way of A was drafted for B as well
+        (2, C, "position"),
+        (3, C, "budget"),
+    ],
+)
+def test_a_round_ends_for_what_was_drafted_after_the_last_state_by_whatever_way(last, commit, reason):
+    root = State.opened(0, np.array([], np.int64), 8, 99)
+    state = root.after(*MERGED[last - 1].path) if last else root
+    assert why_ended(MERGED, last, commit, state.after(commit)) == reason
 
 
 # Rung 1: a NumPy target, every state alone.

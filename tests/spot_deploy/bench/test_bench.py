@@ -46,7 +46,7 @@ def config(tiny_bundle, prompts):
         lengths=(20, 40),
         seeds=(3, 4),
         verifiers=("coupled", "uncoupled", "rejection", "greedy"),
-        variants=(Variant("without hedge", hedge_gate=0.0),),
+        variants=(Variant("without hedge", hedge_gate=0.0), Variant("not merged", merge=False)),
         graph=Graph(prompts / "others.jsonl", limit=2),
         timing=Timing(prompts=1, budgets=(2,), repeats=1),
     )
@@ -149,7 +149,7 @@ def test_report_holds_all_of_it(measured, tmp_path):
             "throughput"} <= set(made)  # fmt: skip
     main = made["passes-T0-fixed"]
     assert main.columns == ["kind", "D0", "method", "D2", "D5"]
-    assert {row[2] for row in main.rows} == {*RIVALS, *ORACLES, "without hedge"}
+    assert {row[2] for row in main.rows} == {*RIVALS, *ORACLES, "without hedge", "not merged"}
     (first, *_) = (row for row in main.rows if row[0] == "a")
     line = next(x for x in results.prompts if x["kind"] == "a")
     entry = next(e for e in line["methods"] if (e["method"], e["budget"]) == ("SPOT", 2))
