@@ -150,7 +150,8 @@ def export_bundle(
     say(f"a {checkpoint.family.name} target: {width_from}, mask {decoding.mask_id}")
     order = load_order_model(order_model) if order_model is not None else None
     if order is not None:
-        trained = order[1].get("block_width", "unknown")
+        widths = order[1].get("block_widths")
+        trained = ", ".join(map(str, widths)) if isinstance(widths, list) and widths else "unknown"
         say(f"an order model trained at block width {trained}; eval-drafter shows what it gains on this target")
     with staged_folder(output, force=force, ours=is_bundle) as stage:
         golden, named_tokens = _write_texts(checkpoint, stage)

@@ -118,16 +118,6 @@ def transfer() -> list[str]:
     return table(["target", "kind", "n", "right", "coverage", "D0", *models, "joint t = 2", "share"], rows)
 
 
-def losses() -> list[str]:
-    """Losses of the order model, trained alike."""
-    rows, row = [], read("results/losses")["kinds"]["all"]
-    for name in ("cross-entropy", "chain", "first-error"):
-        depths = read(f"results/losses-{name}")["accuracy_by_depth"]
-        found = [f"{depths[d]['model']:.3f}, {depths[d]['cross_entropy']:.3f}" for d in ("1", "4", "8")]
-        rows.append([name, *found, *(less(row, f"SPOT .cache/losses/{name}", b) for b in BUDGETS)])
-    return table(["loss", "depth 1", "depth 4", "depth 8", *(f"SPOT D{b}" for b in BUDGETS)], rows)
-
-
 def bench() -> list[str]:
     """Every method of the results of `bench`, over all their kinds: how many times fewer passes than draft-free."""
     results = Results(ROOT / "demo" / "results" / "bench.jsonl")
@@ -159,7 +149,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "passes-fixed": lambda: passes("passes-fixed"),
     "order-accuracy": order_accuracy,
     "transfer": transfer,
-    "losses": losses,
     "bench": bench,
     "reliability": reliability,
 }

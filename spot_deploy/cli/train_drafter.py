@@ -19,13 +19,6 @@ from spot_deploy.cli.common import MAX_THREADS, emit, json_option, progress_bar
 @click.option(
     "--learning-rate", type=click.FloatRange(0, min_open=True), default=1e-3, show_default=True, help="At its peak."
 )
-@click.option(
-    "--loss",
-    type=click.Choice(["cross-entropy", "chain", "first-error"]),
-    default="cross-entropy",
-    show_default=True,
-    help="The last two add a term over the commits after an anchor.",
-)
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Of weights and examples.")
 @click.option("--threads", type=click.IntRange(1, MAX_THREADS), default=1, show_default=True, help="Of torch.")
 @json_option

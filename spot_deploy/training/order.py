@@ -1,17 +1,16 @@
-"""Training the order model on records (SPOT, section 3.1).
+"""Training the order model on records (SPOT, section 3.1): cross-entropy of the commit that follows a hypothetical
+prefix, at random anchors and depths.
 
-Three losses. `cross-entropy`: of the commit that follows a hypothetical prefix, at random anchors and depths. The other
-two add, over the true commits q_1 .. q_8 after an anchor, what a drafter of left-to-right text was taught with
-(Teaching Diffusion to Speculate Left-to-Right, arXiv 2606.11552), put to orders: `chain` the expected number of drafts
-accepted by a chain, sum_d q_1 ... q_d; `first-error` the focal loss of the first commit that the model would miss.
-Its own setting, a diffusion drafter for an autoregressive target, is not ours.
+What a drafter of left-to-right text was taught with (Teaching Diffusion to Speculate Left-to-Right, arXiv 2606.11552),
+put to orders, measured no better (demo/README.md); its own setting, a diffusion drafter for an autoregressive target,
+is not ours.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,13 +29,11 @@ from spot_deploy.training.schedule import set_learning_rate
 DEPTH_DECAY = 0.85  # examples of depth d are drawn in proportion to .85^d, about how often that depth is reached
 MATRIX_RATE = 10  # learning rate of matrices, whose updates are orthogonalised, over that of all else
 HELD_OUT = 20  # every 20th block is kept for validation
-LOSSES = ("cross-entropy", "chain", "first-error")
-WINDOW = 8  # commits after an anchor that `chain` and `first-error` look at
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Attributes: steps, batch (examples per step), learning_rate (peak, see schedule), seed, threads, loss."""
+    """Attributes: steps, batch (examples per step), learning_rate (peak, see schedule), seed, threads."""
 
     steps: int = 3000
     batch: int = 96
@@ -45,7 +42,6 @@ class TrainOptions:
     seed: int = 1
     threads: int = 1
     save_every: int = 250
-    loss: str = LOSSES[0]
 
     def __post_init__(self) -> None:
         if not 0 < self.learning_rate <= 1 or not 0 <= self.seed < 2**63:
@@ -55,14 +51,6 @@ class TrainOptions:
                 seen=f"learning_rate {self.learning_rate}, seed {self.seed}",
                 wanted="0 < learning_rate <= 1, 0 <= seed < 2^63",
                 fix="mend them",
-            )
-        if self.loss not in LOSSES or (self.loss != LOSSES[0] and self.batch < 2 * WINDOW):
-            raise usage_error(
-                "options",
-                "this loss cannot be computed",
-                seen=f"loss {self.loss!r}, batch {self.batch}",
-                wanted=f"one of {', '.join(LOSSES)}; for the last two a batch of at least {2 * WINDOW}",
-                fix="choose one of these",
             )
 
 
@@ -92,31 +80,17 @@ def build(records: Records, examples: Sequence[Example]) -> tuple[OrderInputs, A
 
 def draw(records: Records, blocks: Array, rng: np.random.Generator, count: int) -> list[Example]:
     """Random examples from some blocks: anchors uniformly, depths by the decay."""
-    examples = []
-    for block, step, left in _anchors(records, blocks, rng, count):
-        weights = DEPTH_DECAY ** np.arange(1, left + 1)
-        depth = 1 + int(rng.choice(len(weights), p=weights / weights.sum()))
-        examples.append(Example(block, step, depth))
-    return examples
-
-
-def draw_windows(records: Records, blocks: Array, rng: np.random.Generator, count: int) -> list[list[Example]]:
-    """The first WINDOW depths of `count` random anchors."""
-    return [
-        [Example(block, step, depth) for depth in range(1, min(WINDOW, left) + 1)]
-        for block, step, left in _anchors(records, blocks, rng, count)
-    ]
-
-
-def _anchors(records: Records, blocks: Array, rng: np.random.Generator, count: int) -> Iterator[tuple[int, int, int]]:
-    """Block, pass, and how many commits follow the pass's own; uniform over the passes."""
     starts = records.index["block_step"]
     lengths = starts[blocks + 1] - starts[blocks] - 1  # the last pass has nothing to predict
     cumulative = np.cumsum(lengths)
+    examples = []
     for pick in rng.integers(0, cumulative[-1], count):
         index = int(np.searchsorted(cumulative, pick, side="right"))
         anchor = int(pick - (cumulative[index] - lengths[index]))
-        yield int(blocks[index]), int(starts[blocks[index]]) + anchor, int(lengths[index]) - anchor
+        weights = DEPTH_DECAY ** np.arange(1, int(lengths[index]) - anchor + 1)
+        depth = 1 + int(rng.choice(len(weights), p=weights / weights.sum()))
+        examples.append(Example(int(blocks[index]), int(starts[blocks[index]]) + anchor, depth))
+    return examples
 
 
 def scores(model: OrderModel, inputs: OrderInputs) -> torch.Tensor:
@@ -124,29 +98,6 @@ def scores(model: OrderModel, inputs: OrderInputs) -> torch.Tensor:
     names = ("features", "state_id", "depth", "masked")
     result: torch.Tensor = model(*(torch.from_numpy(getattr(inputs, name)) for name in names))
     return result
-
-
-def order_loss(kind: str, log_q: torch.Tensor, labels: torch.Tensor, windows: Sequence[int]) -> torch.Tensor:
-    """The mean loss of a batch.
-
-    Args:
-        kind: one of LOSSES.
-        log_q: [N, L].
-        labels: positions [N].
-        windows: lengths of the windows that the last rows of the batch are; none for cross-entropy.
-    """
-    true = log_q.gather(1, labels[:, None])[:, 0]
-    loss = -true.mean()
-    runs = true[len(true) - sum(windows) :].split(list(windows)) if windows else ()
-    if kind == "chain":
-        return loss - torch.stack([run.cumsum(0).exp().sum() for run in runs]).mean() / WINDOW
-    if kind == "first-error":
-        missed = (log_q.argmax(1) != labels)[len(true) - sum(windows) :].split(list(windows))
-        firsts = [run[int(wrong.int().argmax())] for run, wrong in zip(runs, missed, strict=True) if wrong.any()]
-        if firsts:
-            first = torch.stack(firsts)
-            return loss - ((1 - first.exp()) ** 2 * first).sum() / len(runs)
-    return loss
 
 
 def validation_set(records: Records, blocks: Array, per_depth: int = 400) -> dict[int, list[Example]]:
@@ -239,23 +190,20 @@ def train(
     output.mkdir(parents=True, exist_ok=True)
     state = output / "state.safetensors"
     commits = b"".join(r.index[name].tobytes() for r in corpus for name in ("position", "token"))
-    run = f"{hashlib.sha256(commits).hexdigest()[:16]} {options.loss} batch {options.batch}"
+    run = f"{hashlib.sha256(commits).hexdigest()[:16]} batch {options.batch}"
     run += f" rate {options.learning_rate} seed {options.seed} init {init}"
     step = load_state(state, model, optimizers, run)
     shares = np.array([part.records.passes for part in parts], float)
-    windows = options.batch // 2 // WINDOW if options.loss != LOSSES[0] else 0
     losses: list[float] = []
     result = accuracy(model.eval(), parts) if step >= options.steps else {}
     while step < options.steps:
         rng = np.random.default_rng([options.seed, step])
         part = parts[rng.choice(len(parts), p=shares / shares.sum())] if len(parts) > 1 else parts[0]
-        runs = draw_windows(part.records, part.blocks, rng, windows)
-        examples = draw(part.records, part.blocks, rng, options.batch - WINDOW * windows)
-        inputs, labels = build(part.records, examples + [example for window in runs for example in window])
+        inputs, labels = build(part.records, draw(part.records, part.blocks, rng, options.batch))
         for optimizer in optimizers:
             set_learning_rate(optimizer, step, steps=options.steps, warmup=options.warmup)
         log_q = scores(model.train(), inputs)
-        loss = order_loss(options.loss, log_q, torch.from_numpy(labels), [len(window) for window in runs])
+        loss = torch.nn.functional.nll_loss(log_q, torch.from_numpy(labels))
         if not math.isfinite(loss.item()):
             raise SpotDeployError(
                 "training-diverged", f"the loss is {loss.item()} at step {step}", fix="use a smaller --learning-rate"
@@ -275,7 +223,6 @@ def train(
                 "batch": options.batch,
                 "learning_rate": options.learning_rate,
                 "seed": options.seed,
-                "order_loss": options.loss,
                 "block_widths": [part.records.width for part in parts],
                 "training_blocks": sum(len(part.blocks) for part in parts),
                 "training_passes": sum(part.records.passes for part in parts),
