@@ -20,6 +20,7 @@ from spot_deploy.bench.results import ALL, Results
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "demo/README.md")
 BUDGETS = (3, 8, 20)
+ENGINE_BUDGETS = (1, 3, 8)
 FOLDERS = {"main": "demo", "b16": "demo/b16", "full": "demo/full"}
 TARGETS = {name: folder for name, folder in FOLDERS.items() if (ROOT / folder / "order-model").is_dir()}
 MARKER = re.compile(r"<!-- ([a-z0-9-]+) -->")
@@ -144,6 +145,30 @@ def reliability() -> list[str]:
     return table(["mass", "states", "mean mass", "accepted"], rows)
 
 
+def engines() -> list[str]:
+    """Tokens per second of every CPU engine up to the end of text, and what a pass over several states costs."""
+    target = read("results/engines")["targets"][0]
+    rows = {(row["engine"], row["budget"]): row for row in target["decode"][0]["rows"]}
+    lines = []
+    for curve in target["curves"]:
+        cells = [curve["engine"], f"{rows[curve['engine'], 0]['tokens_per_second']['median']:.0f}"]
+        for budget in ENGINE_BUDGETS:
+            row = rows[curve["engine"], budget]
+            cells.append(f"{row['tokens_per_second']['median']:.0f} ({row['speedup']['median']:.2f}x)")
+        cells.append(", ".join(f"{curve['curves']['half'][str(1 + b)]['c']:.2f}" for b in ENGINE_BUDGETS))
+        cells.append(", ".join(f"{rows[curve['engine'], b]['oracle_bound']:.2f}x" for b in ENGINE_BUDGETS))
+        lines.append(cells)
+    blank = [""] * (len(ENGINE_BUDGETS) + 2)
+    for row in target["decode"][0]["rows"]:
+        if row["engine"].startswith("torch"):
+            lines.append(
+                [f"transformers, plain loop, {row['engine']}", f"{row['tokens_per_second']['median']:.0f}", *blank]
+            )
+    columns = ["engine", "draft-free, tokens/s", *(f"SPOT D{b}" for b in ENGINE_BUDGETS)]
+    states = ", ".join(str(1 + b) for b in ENGINE_BUDGETS)
+    return table([*columns, f"cost of {states} states", "bound"], lines)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "passes": lambda: passes("passes"),
     "passes-fixed": lambda: passes("passes-fixed"),
@@ -151,6 +176,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "transfer": transfer,
     "bench": bench,
     "reliability": reliability,
+    "engines": engines,
 }
 
 
