@@ -172,6 +172,8 @@ def engines() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     "passes": lambda: passes("passes"),
     "passes-fixed": lambda: passes("passes-fixed"),
+    "passes-b16": lambda: passes("passes-b16"),
+    "passes-b16-fixed": lambda: passes("passes-b16-fixed"),
     "order-accuracy": order_accuracy,
     "transfer": transfer,
     "bench": bench,
